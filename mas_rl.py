@@ -1,0 +1,713 @@
+"""A team of LLM agents that learns: policies, rollouts, updates, evaluation, and a tiny model to try it all on.
+
+    samples, finals = tree_rollout(envs, policies, branches=4)      # or parallel_rollout: what happened, nothing computed yet
+    credit(samples, "at-grpo")                                      # fills reward
+    assign_advantages(samples, "at-grpo")                           # fills advantage
+    policies["solver"].update([s for s in samples if policies[s.agent] is policies["solver"]])
+
+`train_step` is these lines. A method is a row of `algorithms.METHODS`; an env is known here by its methods only.
+One frozen base model carries one LoRA adapter per policy, `policies[agent]` is the papers' map from agents to policies.
+
+Left out: vLLM, Ray, full fine-tuning, value functions. `generate` is Hugging Face's, the update is a plain loop.
+"""
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from algorithms import METHODS, Method, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward, pass_at_k, policy_loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. What happened: one record per call of a language model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    prompt_ids: list[int]   # exactly the tokens that the model was given
+    ids: list[int]          # exactly the tokens that it sampled, the stop token included
+    text: str               # the same without special tokens; parsers read this, training never re-encodes it
+    stopped: bool           # it ended by itself; False: cut off at the token limit
+
+
+@dataclass
+class Sample:
+    env: int                # index in the batch
+    rollout: int            # which of the K plays of this env; 0 in a tree
+    agent: str
+    turn: int
+    node: tuple[int, ...]   # branch indices from the root to the state in which this call was made
+    prompt: str
+    completion: Completion
+    chosen: bool            # was this action executed? (in a tree: the best of its group)
+    team: float             # the env's Reward
+    local: float
+    valid: bool
+    outcome: float = 0.0    # 1.0 if the rollout ended in success; for a candidate of a tree: if the state after it is one
+    turns: int = 0          # turns to the end of the play
+    reward: float = 0.0     # filled by credit
+    advantage: float = 0.0  # filled by assign_advantages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. A policy: one adapter of a model, with its own optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """Weights and optimizer. Both papers' rollout worker is `generate`, their update worker `update`.
+
+    model: a PeftModel with an adapter of this name; several policies may share it. stop: texts at which a completion ends.
+    temperature: of sampling, and therefore of the scored distribution too. batch_tokens: the most tokens, padding
+    included, that one forward pass holds.
+    """
+
+    nothing = dict.fromkeys(("grad_norm", "kl", "clip", "entropy", "ratio_max"))        # what an update measures
+
+    def __init__(self, model, tokenizer, adapter: str, lr: float = 1e-5, max_new_tokens: int = 256, temperature: float = 1.0,
+                 stop: Sequence[str] = (), batch_tokens: int = 16384):
+        self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
+        self.max_new_tokens, self.temperature, self.stop, self.batch_tokens = max_new_tokens, temperature, tuple(stop), batch_tokens
+        self.eos_ids = set(as_list(model.generation_config.eos_token_id))
+        # By name, not by requires_grad: peft switches that off for every adapter but the active one.
+        self.parameters = [p for name, p in model.named_parameters() if "lora_" in name and f".{adapter}." in name]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+
+    def activate(self) -> None:
+        """Switch the shared base to this adapter. Always eval mode: dropout would make scoring differ from sampling."""
+        self.model.set_adapter(self.adapter)
+        self.model.eval()
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """One user message as tokens: through the chat template, thinking off; as plain text where there is none."""
+        if self.tokenizer.chat_template is None:
+            ids = self.tokenizer(prompt + "\n").input_ids
+        else:
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
+                                                      add_generation_prompt=True, enable_thinking=False)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids      # the template has written its own BOS
+        room = getattr(self.model.config, "max_position_embeddings", len(ids) + self.max_new_tokens) - self.max_new_tokens
+        if len(ids) > room:
+            warnings.warn(f"a prompt of {len(ids)} tokens lost its beginning: the model's context leaves room for {room}")
+            ids = ids[-max(room, 1):]
+        return ids
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
+        """Sample n completions of each prompt; temperature None: the policy's own, 0: greedy."""
+        self.activate()
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        results: list[list[Completion]] = [[] for _ in ids]
+        for batch in self._batches([n * (len(x) + self.max_new_tokens) for x in ids], [len(x) for x in ids]):
+            rows = self._sample([ids[i] for i in batch], n, self.temperature if temperature is None else temperature, top_p)
+            for i, row in zip([i for i in batch for _ in range(n)], rows):
+                results[i].append(row)
+        return results
+
+    def _sample(self, prompts: list[list[int]], n: int, temperature: float, top_p: float) -> list[Completion]:
+        """One call of Hugging Face's generate for a batch of prompts, padded on the left."""
+        input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
+        # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
+        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0) if temperature > 0 else dict(do_sample=False)
+        stop = dict(stop_strings=list(self.stop), tokenizer=self.tokenizer) if self.stop else {}
+        out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=n if temperature > 0 else 1,
+                                  max_new_tokens=self.max_new_tokens, repetition_penalty=1.0, **how, **stop)
+        new = out[:, input_ids.shape[1]:].tolist()                                      # B * n lists of T
+        if temperature == 0:
+            new = [row for row in new for _ in range(n)]                                # greedy: n times the same
+        return [self._completion(prompts[i // n], row) for i, row in enumerate(new)]
+
+    def _completion(self, prompt_ids: list[int], row: list[int]) -> Completion:
+        """Cut a row after its first stop token; by position, as the padding behind it may be the same token."""
+        end = next((i + 1 for i, token in enumerate(row) if token in self.eos_ids), None)
+        ids = row[:end]
+        if self.stop:       # the shortest beginning whose text holds a stop string
+            for i in range(1, len(ids) + 1):
+                if any(stop in self._text(ids[:i]) for stop in self.stop):
+                    ids, end = ids[:i], i
+                    break
+        return Completion(prompt_ids, ids, self._text(ids), end is not None)
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    # -- scoring and learning ------------------------------------------------------------------------------------------
+
+    def logprobs(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the sampled tokens under this policy, and 1 where there is one: (B, T), (B, T)."""
+        self.activate()
+        return self._score(samples)
+
+    def _score(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)         # (B, P)
+        tokens, mask = self._pad([s.completion.ids for s in samples], left=False)                       # (B, T)
+        attention = torch.cat([prompt_mask, mask], 1)                                                   # (B, P+T)
+        positions = (attention.cumsum(1) - 1).clamp(min=0)      # padding on the left must not shift a model on learned positions
+        extra = dict(position_ids=positions, logits_to_keep=tokens.shape[1] + 1)
+        extra = {k: v for k, v in extra.items() if k in self._forward_arguments()}
+        logits = self.model(input_ids=torch.cat([prompts, tokens], 1), attention_mask=attention, use_cache=False, **extra).logits
+        logits = logits[:, -tokens.shape[1] - 1:-1].float() / self.temperature                          # (B, T, V)
+        logp = logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2)                    # (B, T)
+        return logp, mask
+
+    def _forward_arguments(self) -> set[str]:
+        return set(inspect.signature(self.model.get_base_model().forward).parameters)
+
+    def update(self, samples: Sequence[Sample], epochs: int = 1, clip: float = 0.2, kl_coef: float = 0.0,
+               aggregate: str | int = "token", max_grad_norm: float = 1.0) -> dict[str, float | None]:
+        """One optimizer step per epoch on the clipped loss over the whole batch, whatever the micro-batches.
+
+        kl_coef: weight of KL(policy || base), the base being the same model with its adapter switched off.
+        Makes no step without samples, and none if nothing is to be learned (all advantages 0 and no KL): Adam's momentum
+        alone would still move the weights. A gradient that is not finite is not applied.
+        Returns grad_norm (before clipping), kl, clip (share of tokens outside the clip range), entropy, ratio_max; None
+        where nothing was measured.
+        """
+        if not samples:
+            return dict(self.nothing)
+        self.activate()
+        lengths = [len(s.completion.prompt_ids) + len(s.completion.ids) for s in samples]
+        batches = [[samples[i] for i in batch] for batch in self._batches(lengths, lengths)]
+        tokens = sum(len(s.completion.ids) for s in samples)
+        denominator = {"token": tokens, "sequence": len(samples)}.get(aggregate) or len(samples) * aggregate
+        learn = kl_coef > 0 or any(s.advantage != 0 for s in samples)
+
+        # The sampling policy's log-probabilities stay fixed over the epochs. With one epoch they are the new ones,
+        # detached: the ratio is exactly 1, the clip never acts, and a second forward pass would only repeat the first.
+        old = None
+        if epochs > 1:
+            with torch.no_grad():
+                old = [self._score(batch)[0] for batch in batches]
+        totals, ratio_max, grad_norm = Counter(), 0.0, 0.0
+        for epoch in range(epochs if learn else 1):
+            self.optimizer.zero_grad()
+            for i, batch in enumerate(batches):
+                with torch.set_grad_enabled(learn):
+                    logp, mask = self._score(batch)                                                     # (B, T), (B, T)
+                old_logp = logp.detach() if old is None else old[i]
+                advantages = torch.tensor([s.advantage for s in batch], device=logp.device, dtype=logp.dtype)       # (B,)
+                loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
+                ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()                              # (B, T)
+                if kl_coef > 0:
+                    with torch.no_grad(), self.model.disable_adapter():
+                        ref_logp, _ = self._score(batch)                                                # (B, T)
+                    kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()     # ρ · k3: the true gradient
+                    loss = loss + kl_coef * kl / tokens
+                    totals["kl"] += kl.item()
+                if learn:
+                    loss.backward()
+                with torch.no_grad():
+                    totals["entropy"] += -torch.where(mask.bool(), old_logp, 0).sum().item() * (epoch == 0)
+                    totals["clip"] += ((ratio < 1 - clip) | (ratio > 1 + clip)).sum().item()
+                    ratio_max = max(ratio_max, ratio.max().item())
+            if learn:
+                grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
+                if np.isfinite(grad_norm):
+                    self.optimizer.step()
+        self.optimizer.zero_grad()
+        n = tokens * (epoch + 1)
+        return self.nothing | dict(grad_norm=grad_norm, clip=totals["clip"] / n, entropy=totals["entropy"] / tokens, ratio_max=ratio_max,
+                              kl=totals["kl"] / n if kl_coef > 0 else None)
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def _batches(self, costs: list[int], lengths: list[int]) -> Iterator[list[int]]:
+        """Positions in batches of at most batch_tokens (one position at least), sorted by length, so that little is padding."""
+        batch, largest = [], 0
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+            largest = max(largest, costs[i])
+            if batch and largest * (len(batch) + 1) > self.batch_tokens:
+                yield batch
+                batch, largest = [], costs[i]
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _pad(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+        """Rows of unequal length as one tensor, and its mask: (B, L), (B, L). The mask comes from lengths, not from values."""
+        longest = max(map(len, rows))
+        padded = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(padded)
+        for i, row in enumerate(rows):
+            where = slice(longest - len(row), longest) if left else slice(len(row))
+            padded[i, where] = torch.tensor(row)
+            mask[i, where] = 1
+        return padded.to(self.model.device), mask.to(self.model.device)
+
+
+class Scripted:
+    """Answers with the given texts, one after the other and round again, in place of a policy: no model is needed."""
+
+    adapter, lr = "scripted", 0.0
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts, self.prompts, self.given = list(texts), [], 0       # prompts: everything it was asked, for tests
+
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
+        self.prompts += prompts
+        return [[self._next(prompt) for _ in range(n)] for prompt in prompts]
+
+    def _next(self, prompt: str) -> Completion:
+        text = self.texts[self.given % len(self.texts)]
+        self.given += 1
+        return Completion(list(range(len(prompt.split()))), list(range(len(text.split()))), text, True)
+
+    def update(self, samples: Sequence[Sample], **how) -> dict[str, float | None]:
+        return dict(Policy.nothing)
+
+
+def generate(requests: Sequence[tuple[Policy, str]], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
+    """n completions of each (policy, prompt), in the order of the requests. All prompts of one policy go in one call."""
+    of_policy: dict[int, list[int]] = {}
+    for i, (policy, _) in enumerate(requests):
+        of_policy.setdefault(id(policy), []).append(i)
+    results: list[list[Completion]] = [[] for _ in requests]
+    for indices in of_policy.values():
+        policy = requests[indices[0]][0]
+        for i, completions in zip(indices, policy.generate([requests[i][1] for i in indices], n, temperature, top_p)):
+            results[i] = completions
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. From a model to policies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def role(agent: str) -> str:
+    """Agents are numbered instances of roles: "reasoner2" plays the role "reasoner". Policies belong to roles."""
+    return agent.rstrip("0123456789")
+
+
+def pick_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def load_model(name: str, device: str | None = None):
+    """A causal language model and its tokenizer, from a hub id or a local folder: bfloat16 on a GPU that has it, else float32."""
+    device = device or pick_device()
+    dtype = torch.bfloat16 if device.startswith("cuda") and torch.cuda.is_bf16_supported() else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True).to(device)
+    return model, tokenizer
+
+
+def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = "per-role", rank: int = 16, seed: int = 0,
+                  device: str | None = None, **policy_settings) -> dict[str, Policy]:
+    """One policy per role (or fewer) on one frozen base: the map σ from agents to policies.
+
+    model: a hub id, a folder, or a pair (model, tokenizer); it is frozen, and changed in place by peft.
+    sharing: "shared": one adapter for all; "per-role": one each, named after the role; "solver=a,verifier=a" or a dict:
+        any map from roles to adapters. policy_settings go to every Policy: lr, max_new_tokens, temperature, ...
+    New adapters start as the base itself (LoRA's B is 0), in float32 also on a bfloat16 base, where small steps would vanish.
+    Raises ValueError for a map that misses a role or names an adapter that peft cannot store.
+    """
+    roles = list(dict.fromkeys(role(agent) for agent in agents))
+    if isinstance(sharing, str):
+        named = {"shared": dict.fromkeys(roles, "shared"), "per-role": {r: r for r in roles}}
+        sharing = named[sharing] if sharing in named else dict(pair.partition("=")[::2] for pair in sharing.split(","))
+    if set(sharing) != set(roles):
+        raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles {", ".join(roles)}')
+    for name in sharing.values():
+        if not name.replace("_", "").replace("-", "").isalnum() or name == "default":
+            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _, and not the word default, which peft stores elsewhere")
+
+    base, tokenizer = load_model(model, device) if isinstance(model, (str, os.PathLike)) else model
+    plain_generation(base, tokenizer)
+    torch.manual_seed(seed)                                     # LoRA's A is random
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, bias="none", task_type="CAUSAL_LM")
+    adapters = list(dict.fromkeys(sharing[r] for r in roles))
+    peft_model = get_peft_model(base, config, adapter_name=adapters[0])
+    for name in adapters[1:]:
+        peft_model.add_adapter(name, config)
+    policies = {name: Policy(peft_model, tokenizer, name, **policy_settings) for name in adapters}
+    return {agent: policies[sharing[role(agent)]] for agent in agents}
+
+
+def plain_generation(model, tokenizer) -> None:
+    """Replace the model's generation settings: those of hub models bring top-k, penalties and n-gram bans."""
+    eos = set(as_list(model.generation_config.eos_token_id) + as_list(model.config.eos_token_id) + as_list(tokenizer.eos_token_id))
+    if not eos:
+        raise ValueError("the model has no end-of-sequence token: neither its generation_config, its config nor its tokenizer names one")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = min(eos)       # safe: masks come from lengths, never from token values
+    if tokenizer.chat_template is None:
+        warnings.warn("the tokenizer has no chat template: prompts are given as plain text")
+    model.generation_config = GenerationConfig(eos_token_id=sorted(eos), pad_token_id=tokenizer.pad_token_id,
+                                               bos_token_id=tokenizer.bos_token_id)
+
+
+def as_list(value) -> list:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Rollouts: a tree, or K parallel plays
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tree_rollout(envs: Sequence, policies: dict[str, Policy], branches: int, alpha: float = 1.0,
+                 clock: Counter | None = None) -> tuple[list[Sample], list]:
+    """AT-GRPO's Algorithm 1: at each agent of each turn draw K candidates, score each, walk on from the best.
+
+        a^(1..K) ~ π_σ(i)( · | o )                      one prompt, K candidates
+        r^(c) = α r_team(T(s, a^(c))) + r_loc(s, a^(c))  Eq. 3, each on its own copy of the state
+        s <- T(s, a^(c*)),  c* = argmax_c r^(c)          the first of equals; only this one is executed
+
+    The tree is a spine: all K candidates are training samples, one of them has descendants. Agents that act at once all
+    see the state at the start of the round; their candidates are scored in order, each against the winners so far.
+    The play is steered by rewards, so the finals' success is an oracle's, not the team's: compare methods in `evaluate`.
+    Returns the samples, at most K · agents · turns per env, and the envs at the end (copies: winners replace their parents).
+    """
+    clock = Counter() if clock is None else clock
+    envs, samples, nodes = list(envs), [], [() for _ in envs]
+    while any(env.acting() for env in envs):
+        round_ = [(e, agent, env.observe(agent)) for e, env in enumerate(envs) for agent in env.acting()]
+        with timed(clock, "generate"):
+            groups = generate([(policies[agent], prompt) for _, agent, prompt in round_], branches)
+
+        for wave in in_waves(list(zip(round_, groups))):            # one agent per env at a time, all envs side by side
+            copies = [[copy.deepcopy(envs[e]) for _ in group] for (e, _, _), group in wave]
+            with timed(clock, "env"):
+                rewards = step_all([(state, agent, candidate.text) for ((_, agent, _), group), states in zip(wave, copies)
+                                    for state, candidate in zip(states, group)])
+            for ((e, agent, prompt), group), states in zip(wave, copies):
+                own, rewards = rewards[:len(group)], rewards[len(group):]
+                scores = [mixed_reward(r.team, r.local, alpha) for r in own]
+                best = scores.index(max(scores))
+                samples += [Sample(e, 0, agent, envs[e].turn, nodes[e], prompt, candidate, c == best, r.team, r.local, r.valid,
+                                   outcome=float(state.success())) for c, (candidate, r, state) in enumerate(zip(group, own, states))]
+                envs[e], nodes[e] = states[best], nodes[e] + (best,)
+    for s in samples:
+        s.turns = envs[s.env].turn
+    check_groups(samples, branches)
+    return samples, envs
+
+
+def parallel_rollout(envs: Sequence, policies: dict[str, Policy], branches: int, temperature: float | None = None, top_p: float = 1.0,
+                     clock: Counter | None = None) -> tuple[list[Sample], list]:
+    """K independent plays of every env: the sampler of GRPO and Dr. MAS, and of every evaluation.
+
+    Only the prompts of the first round are the same in the K plays; later ones differ, as each play has its own history.
+    Returns the samples and the final envs, K per env: those of env e stand at e * K ... e * K + K - 1.
+    """
+    clock = Counter() if clock is None else clock
+    plays, samples = [copy.deepcopy(env) for env in envs for _ in range(branches)], []
+    started = [False] * len(plays)
+    while any(play.acting() for play in plays):
+        round_ = [(p, agent, play.observe(agent)) for p, play in enumerate(plays) for agent in play.acting()]
+        turns = [play.turn for play in plays]
+        with timed(clock, "generate"):
+            answers = generate([(policies[agent], prompt) for _, agent, prompt in round_], 1, temperature, top_p)
+        for wave in in_waves(list(zip(round_, answers))):
+            with timed(clock, "env"):
+                rewards = step_all([(plays[p], agent, answer.text) for (p, agent, _), (answer,) in wave])
+            for ((p, agent, prompt), (answer,)), r in zip(wave, rewards):
+                e, k = divmod(p, branches)
+                node = (k,) if started[p] else ()       # the K plays part at the first action
+                samples.append(Sample(e, k, agent, turns[p], node, prompt, answer, True, r.team, r.local, r.valid))
+        for p, _, _ in round_:
+            started[p] = True
+    for s in samples:
+        final = plays[s.env * branches + s.rollout]
+        s.outcome, s.turns = float(final.success()), final.turn
+    return samples, plays
+
+
+def in_waves(calls: list) -> Iterator[list]:
+    """Cut one round's calls, ((env, agent, prompt), ...), so that a wave holds at most one agent of each env, in order."""
+    place, waves = Counter(), {}
+    for call in calls:
+        env = call[0][0]
+        waves.setdefault(place[env], []).append(call)
+        place[env] += 1
+    yield from waves.values()
+
+
+def step_all(jobs: list[tuple]) -> list:
+    """env.step(agent, text) for every job (env, agent, text), side by side: a step may wait for a program. The papers' env workers."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda job: job[0].step(job[1], job[2]), jobs))
+
+
+@contextmanager
+def timed(clock: Counter, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    clock[name] += time.perf_counter() - start
+
+
+def check_groups(samples: list[Sample], branches: int) -> None:
+    """AT-GRPO compares K candidates of one prompt: every group of a tree has exactly K samples and one prompt."""
+    groups: dict[tuple, list[str]] = {}
+    for s in samples:
+        groups.setdefault((s.env, s.agent, s.turn, s.node), []).append(s.prompt)
+    for key, prompts in groups.items():
+        if len(prompts) != branches or len(set(prompts)) > 1:
+            raise RuntimeError(f"group {key} has {len(prompts)} samples of {len(set(prompts))} prompts; needed are {branches} samples of one prompt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. From what happened to what is learned
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def credit(samples: list[Sample], method: str | Method, alpha: float = 1.0, penalty: float = 0.1) -> None:
+    """Fill `reward` as the method's row says.
+
+        outcome:  R - c · 1[the text could not be parsed]     R = 1 if the rollout ended in success, c = penalty
+        step:     α · team + local of this very action        AT-GRPO Eq. 3
+
+    score_per "rollout": every call of a rollout gets the mean over the rollout's calls, so that all answer for one slip.
+    """
+    method = METHODS[method] if isinstance(method, str) else method
+    if method.credit not in ("outcome", "step"):
+        raise ValueError(f'credit is {method.credit!r}; allowed are "outcome" and "step"')
+    for s in samples:
+        s.reward = s.outcome - penalty * (not s.valid) if method.credit == "outcome" else mixed_reward(s.team, s.local, alpha)
+    if method.score_per == "rollout":
+        of_rollout: dict[tuple, list[Sample]] = {}
+        for s in samples:
+            of_rollout.setdefault((s.env, s.rollout), []).append(s)
+        for calls in of_rollout.values():
+            mean = sum(s.reward for s in calls) / len(calls)
+            for s in calls:
+                s.reward = mean
+
+
+def assign_advantages(samples: list[Sample], method: str | Method) -> None:
+    """Fill `advantage`: compare each sample's reward with its group, as the method's row says."""
+    method = METHODS[method] if isinstance(method, str) else method
+    mean_keys, mean_units = pool_of(samples, method.mean)
+    std_keys, std_units = pool_of(samples, method.std) if method.std else (False, None)
+    advantages = group_advantages([s.reward for s in samples], mean_keys, std_keys, mean_units, std_units, method.leave_one_out)
+    for s, advantage in zip(samples, advantages.tolist()):
+        s.advantage = advantage
+
+
+def pool_of(samples: list[Sample], pool) -> tuple[list[tuple], list[tuple] | None]:
+    """Keys and units of a Pool for `group_advantages`."""
+    keys = [tuple(getattr(s, field) for field in pool.by) for s in samples]
+    return keys, [(s.env, s.rollout) for s in samples] if pool.unit == "rollout" else None
+
+
+def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method, branches: int = 4, alpha: float = 1.0,
+               penalty: float = 0.1, **update) -> tuple[dict[str, float | None], list[Sample]]:
+    """Play, give credit, compare, update: one step of any method with any team and any sharing.
+
+    envs: freshly reset; they are not changed. update goes to `Policy.update`: epochs, clip, kl_coef, aggregate.
+    Returns the metrics that the README lists, and the samples.
+    """
+    method = METHODS[method] if isinstance(method, str) else method
+    clock = Counter()
+    if method.sampler == "tree":
+        samples, finals = tree_rollout(envs, policies, branches, alpha, clock=clock)
+    else:
+        samples, finals = parallel_rollout(envs, policies, branches, clock=clock)
+    credit(samples, method, alpha, penalty)
+    assign_advantages(samples, method)
+
+    updates = {}
+    with timed(clock, "update"):
+        for policy in distinct(policies):       # the papers' router: each policy learns from its own agents' samples
+            updates[policy.adapter] = policy.update([s for s in samples if policies[s.agent] is policy], **update)
+    return step_metrics(samples, finals, method, policies, updates, clock), samples
+
+
+def distinct(policies: dict[str, Policy]) -> list[Policy]:
+    """Every policy once, in the order of the agents."""
+    return list({id(p): p for p in policies.values()}.values())
+
+
+def step_metrics(samples: list[Sample], finals: list, method: Method, policies: dict[str, Policy], updates: dict, clock: Counter) -> dict[str, float | None]:
+    """One flat dict per step, with the same keys in every step; None where nothing was measured."""
+    guided = "success_guided" if method.sampler == "tree" else "success"
+    groups: dict[tuple, list[Sample]] = {}
+    for s, key in zip(samples, pool_of(samples, method.mean)[0]):
+        groups.setdefault(key, []).append(s)
+    factors = inflation_factor([s.outcome for s in samples], [s.env for s in samples], [(s.env, s.rollout) for s in samples],
+                               [s.agent for s in samples]) if method.sampler == "parallel" else {}
+
+    metrics = {guided: mean([env.success() for env in finals]), "turns": mean([env.turn for env in finals])}
+    for agent in policies:
+        own = [s for s in samples if s.agent == agent]
+        shared = [group for group in groups.values() if any(s.agent == agent for s in group)]
+        metrics |= {f"reward/{agent}": mean([s.reward for s in own]),
+                    f"calls/{agent}": len(own) / max(len(finals), 1),
+                    f"invalid/{agent}": mean([not s.valid for s in own]),
+                    f"length/{agent}": mean([len(s.completion.ids) for s in own]),
+                    f"truncated/{agent}": mean([not s.completion.stopped for s in own]),
+                    f"silent/{agent}": mean([all(s.advantage == 0 for s in group) for group in shared]),
+                    f"inflation/{agent}": mean(factors.get(agent, []))}
+    metrics["singletons"] = sum(len(group) == 1 for group in groups.values())
+    for name, values in updates.items():
+        metrics |= {f"{key}/{name}": value for key, value in values.items()}
+    tokens = sum(len(s.completion.ids) for s in samples)
+    metrics |= {f"seconds/{name}": clock[name] for name in ("generate", "env", "update")}
+    metrics |= {"tokens_per_second": tokens / max(clock["generate"], 1e-9), "tokens": tokens, "calls": len(samples)}
+    return metrics
+
+
+def blank_metrics(method: str | Method, policies: dict[str, Policy]) -> dict[str, None]:
+    """Every key of `train_step`'s metrics, with nothing measured."""
+    method = METHODS[method] if isinstance(method, str) else method
+    nothing = {policy.adapter: Policy.nothing for policy in distinct(policies)}
+    return dict.fromkeys(step_metrics([], [], method, policies, nothing, Counter()))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperature: float | None = None, top_p: float | None = None,
+             seed: int = 0) -> dict[str, float]:
+    """Success of the team without any tree, on freshly reset envs; leaves every random stream as it was.
+
+    k = 1 plays greedily, more plays sample at temperature .6 and top_p .95 (both papers), unless told otherwise.
+    Returns eval/success and eval/turns, and for k > 1 eval/avg@k and eval/pass@k.
+    """
+    temperature = (0.0 if k == 1 else 0.6) if temperature is None else temperature
+    top_p = (1.0 if k == 1 else 0.95) if top_p is None else top_p
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        _, finals = parallel_rollout(envs, policies, k, temperature, top_p)
+    successes = np.array([env.success() for env in finals], dtype=float).reshape(len(envs), k)     # (problems, k)
+    metrics = {"eval/success": avg_at_k(successes), "eval/turns": mean([env.turn for env in finals])}
+    if k > 1:
+        metrics |= {f"eval/avg@{k}": avg_at_k(successes), f"eval/pass@{k}": mean([pass_at_k(k, int(c), k) for c in successes.sum(1)])}
+    return metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Checkpoints, in peft's own layout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: str | Path, policies: dict[str, Policy], step: int) -> None:
+    """Write each policy's adapter to folder/<adapter>, where PeftModel.from_pretrained loads it. Whole or not at all."""
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for policy in distinct(policies):
+        policy.model.save_pretrained(unfinished, selected_adapters=[policy.adapter])
+    (unfinished / "README.md").unlink(missing_ok=True)      # peft's model card, an empty form
+    (unfinished / "step.json").write_text(json.dumps({"step": step}))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def load_checkpoint(folder: str | Path, policies: dict[str, Policy]) -> int:
+    """Read the adapters of `save_checkpoint` into policies of the same names; returns the step. Raises FileNotFoundError."""
+    folder = Path(folder)
+    for policy in distinct(policies):
+        if not (folder / policy.adapter / "adapter_config.json").exists():
+            raise FileNotFoundError(f"{folder} has no adapter {policy.adapter}")
+        set_peft_model_state_dict(policy.model, load_peft_weights(folder / policy.adapter, device=str(policy.model.device)), adapter_name=policy.adapter)
+    return json.loads((folder / "step.json").read_text())["step"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. The tiny model: a base that speaks the task's language and makes its teacher's mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+# The usual initializer_range of .02 is too small for so small a model. Skill first, slips later: `skill` is the share of
+# steps in which the expert is imitated, before the imperfect teacher is.
+TINY = dict(width=64, layers=2, heads=4, initializer_range=0.08, plays=1000, steps=800, batch=32, lr=5e-3, skill=0.7)
+WORD = r" ?(?:</?[a-z]+>|```(?:python)?|\\boxed\{|[A-Za-z]+|[0-9]|[^\sA-Za-z0-9])|\s"      # a word with the space before it, or a digit
+CHAT = ("{% for message in messages %}<user>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path | None = None):
+    """A small Llama that has learned to imitate the env's imperfect teacher: (model, tokenizer), in float32 on the CPU.
+
+    Made on first use, in about a minute, then kept in cache (default: $XDG_CACHE_HOME or ~/.cache, under mas_rl/) in a
+    folder named by a hash of all it depends on: what the teacher said, the recipe, the seed.
+    """
+    lessons = teacher_lessons(make_env, Random(f"{seed}/imitation"))
+    key = hashlib.sha256(json.dumps([TINY, WORD, CHAT, seed, lessons]).encode()).hexdigest()[:16]
+    cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mas_rl"
+    folder = cache / f"tiny-{key}"
+    if not (folder / "model.safetensors").exists():
+        tokenizer = word_tokenizer([text for lesson in lessons for text in lesson])
+        model = imitate(lessons, tokenizer, seed)
+        unfinished = cache / f"tiny-{key}.{os.getpid()}"
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def teacher_lessons(make_env: Callable[[], object], rng: Random) -> list[tuple[str, str, str]]:
+    """Plays of the imperfect teacher: for each call the prompt, what the expert would say, what the teacher said."""
+    envs, lessons = [make_env() for _ in range(TINY["plays"])], []
+    for env in envs:
+        env.reset(rng)
+    while any(env.acting() for env in envs):
+        calls = [((e, agent, env.observe(agent)), env.solve(agent), env.slip(agent, rng)) for e, env in enumerate(envs) for agent in env.acting()]
+        lessons += [(prompt, right, said) for (_, _, prompt), right, said in calls]
+        for wave in in_waves(calls):
+            step_all([(envs[e], agent, said) for (e, agent, _), _, said in wave])
+    return lessons
+
+
+def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Whole words and single digits, each with and without the space before it; decoding gives the text back exactly."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<unk>", "<eos>", "<user>", "<assistant>"]
+    split = pre_tokenizers.Split(Regex(WORD), "isolated")
+    words = {word for text in set(texts) for word, _ in split.pre_tokenize_str(text)} | set("0123456789")
+    words |= {word.strip() for word in words if word.strip()} | {" " + word.strip() for word in words if word.strip()}
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + sorted(words))}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>",
+                                   additional_special_tokens=["<user>", "<assistant>"], chat_template=CHAT)
+
+
+def imitate(lessons: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerFast, seed: int):
+    """Train the tiny model from scratch on the lessons, by next-token prediction of what the expert, then the teacher, said."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=TINY["width"], intermediate_size=4 * TINY["width"], num_hidden_layers=TINY["layers"],
+                         num_attention_heads=TINY["heads"], max_position_embeddings=1024, initializer_range=TINY["initializer_range"],
+                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model, rng = LlamaForCausalLM(config), Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["lr"], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["lr"], total_steps=TINY["steps"], pct_start=0.1)
+    for step in tqdm(range(TINY["steps"]), desc="making the tiny base, once", leave=False):
+        said = 1 if step < TINY["skill"] * TINY["steps"] else 2     # the expert's answer, then the teacher's
+        batch = [(f"<user>{lesson[0]}<assistant>", lesson[said] + "<eos>") for lesson in rng.choices(lessons, k=TINY["batch"])]
+        ids = tokenizer([a + b for a, b in batch], padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+        asked = torch.tensor([len(tokenizer(a, add_special_tokens=False).input_ids) for a, _ in batch])         # (B,)
+        place = torch.arange(ids.input_ids.shape[1])                                                          # (L,)
+        learned = (place >= asked[:, None]) & ids.attention_mask.bool()                                       # (B, L)
+        loss = model(input_ids=ids.input_ids, attention_mask=ids.attention_mask, labels=ids.input_ids.where(learned, -100)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()

@@ -1,0 +1,465 @@
+"""Train a team of LLM agents, or look at a trained one.
+
+    python train.py --task math                                  # the tiny model: any machine, offline, some minutes
+    python train.py --task math --model Qwen/Qwen3-1.7B --data train.jsonl --eval-data test.jsonl
+    python train.py --evaluate runs/math-at-grpo-seed0 --show 3   # score a finished run, print three plays
+
+A run leaves runs/<name>/: config.json, metrics.jsonl (an object a step), transcripts.jsonl, curves.png, checkpoints/.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+from envs import LEVELS, TASKS, held_out, load_problems
+
+# The names of algorithms.METHODS, read without importing torch: a slip in a flag is answered at once.
+METHOD_NAMES = re.findall(r'^    "([\w-]+)": +Method\(', Path(__file__).with_name("algorithms.py").read_text(), re.M)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The command line. All flags, files and folders are checked before torch is imported.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        self.exit(2, f"train.py: {message}\n")
+
+
+def number(kind: type, least: float, most: float = float("inf")):
+    """An argparse type: a number from least to most."""
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most or value == float("inf"):
+            limits = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} {limits}")
+        return value
+    return parse
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("task").add_argument
+    add("--task", choices=TASKS, default="math", help="which team works on what (math)")
+    add("--single-agent", action="store_true", help="only the agent that answers, for one turn: the baseline of both papers")
+    add("--turns", type=number(int, 1), metavar="T", help="most turns (math-verify: rounds) of a play (4; math-verify and the tiny model: 2)")
+    add("--level", type=int, choices=LEVELS, default=2, help="difficulty of generated problems (2: sums of two two-digit numbers)")
+    add("--data", metavar="FILE", help="problems to train on, .jsonl or .json, in place of generated ones")
+    add("--eval-data", metavar="FILE", nargs="+", help="problems to evaluate on (without it: one in five of --data is kept for that)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="tiny", help='hub id or folder of a causal language model, or "tiny", made on first use (tiny)')
+    add("--sharing", default="per-role", help="per-role: a LoRA adapter for each role; shared: one for all; role=name,...: any map (per-role)")
+    add("--rank", type=number(int, 1), default=16, help="LoRA rank; LoRA's alpha is twice that (16)")
+    add("--max-new-tokens", type=number(int, 1), metavar="N", help="most tokens of a completion (1024; tiny: 48)")
+    add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
+    add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
+    add("--threads", type=number(int, 1), help="CPU threads (as torch chooses; tiny: 1)")
+    add("--batch-tokens", type=number(int, 1), default=16384, metavar="N", help="most tokens in one forward pass: lower it if memory runs out (16384)")
+
+    add = parser.add_argument_group("method").add_argument
+    add("--method", choices=METHOD_NAMES, default="at-grpo", help="a row of the table in algorithms.py (at-grpo)")
+    add("--envs", type=number(int, 1), default=16, metavar="E", help="problems per step (16)")
+    add("--branches", type=number(int, 2), metavar="K", help="candidates per call of the tree (4), or parallel plays per problem (8)")
+    add("--alpha", type=number(float, 0), default=1.0, help="weight of the team reward in step credit, AT-GRPO Eq. 3 (1.0)")
+    add("--invalid-penalty", type=number(float, 0), default=0.1, metavar="C", help="outcome credit: cost of a text that cannot be parsed (0.1)")
+
+    add = parser.add_argument_group("update").add_argument
+    add("--steps", type=number(int, 0), help="training steps (200; tiny: 20)")
+    add("--lr", type=number(float, 0), help="learning rate of AdamW (1e-5; tiny: 1e-3)")
+    add("--epochs", type=number(int, 1), default=1, help="optimizer steps per batch (1: exactly on-policy)")
+    add("--clip", type=number(float, 0, 1), default=0.2, help="the ratio is clipped to 1 - clip ... 1 + clip (0.2)")
+    add("--kl", type=number(float, 0), default=0.0, help="weight of the KL divergence to the base in the loss (0)")
+    add("--loss-mean", choices=("token", "sequence"), default="token", help="mean over all tokens of the batch, or over samples (token)")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--eval-every", type=number(int, 1), metavar="STEPS", help="evaluate every so many steps, and before and after (20; tiny: 10)")
+    add("--eval-n", type=number(int, 0), default=200, metavar="N", help="problems per evaluation, of each file (200; 0: no evaluation)")
+    add("--eval-k", type=number(int, 1), default=1, metavar="K", help="plays per problem: 1 is greedy, more give avg@K and pass@K (1)")
+    add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of a run's folder")
+    add("--show", type=number(int, 0), default=0, metavar="N", help="with --evaluate: print N whole plays, and for a tree one group")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--seed", type=number(int, 0), default=0, help="of problems, adapters and sampling (0)")
+    add("--out", metavar="DIR", help="the run's folder (runs/<task>-<method>-seed<seed>)")
+    return parser
+
+
+FREE_IN_EVALUATION = {"evaluate", "show", "eval_n", "eval_k", "eval_data", "device", "threads", "batch_tokens"}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read and check everything that the user gave. Ends with one line and status 2 where something cannot work."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    parser.set_defaults(**dict.fromkeys(vars(args)))
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    try:
+        if args.evaluate:
+            read_config(args, given)
+        elif args.show:
+            raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
+        tiny = args.model == "tiny"
+        if tiny and (args.data or args.eval_data):
+            raise ValueError("--data and --eval-data need a real model, as the tiny one knows only the words of generated problems; give --model")
+        if args.eval_data and not args.eval_n:
+            raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
+        for name, for_tiny, for_real in (("turns", 2, 2 if args.task == "math-verify" else 4), ("max_new_tokens", 48, 1024),
+                                         ("steps", 20, 200), ("lr", 1e-3, 1e-5), ("eval_every", 10, 20)):
+            if getattr(args, name) is None:
+                setattr(args, name, for_tiny if tiny else for_real)
+        check_sharing(args.sharing, TASKS[args.task](single_agent=args.single_agent).agents)
+        check_device(args.device)
+        args.problems = read_problems(args)
+        if not tiny:
+            args.model = check_model(args.model)
+        if not args.evaluate:
+            args.out = make_folder(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def read_config(args: argparse.Namespace, given: dict) -> None:
+    """Fill args from the run's config.json. Raises ValueError if there is none, or if a flag contradicts it."""
+    run = Path(args.evaluate)
+    if not run.is_dir():
+        raise ValueError(f"--evaluate {run}: no such folder; runs that are there: {', '.join(map(str, sorted(run.parent.glob('*/config.json'))[:9])) or 'none'}")
+    try:
+        config = json.loads((run / "config.json").read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"--evaluate {run}: its config.json is missing or damaged; is this the folder of a run?") from None
+    for name, value in config.items():
+        if name in given and name not in FREE_IN_EVALUATION and given[name] != value:
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]} contradicts the run, which has {value}; leave the flag out")
+        if name not in given:
+            setattr(args, name, value)
+    if not newest_checkpoint(run):
+        raise ValueError(f"--evaluate {run}: no checkpoint in it; the run ended before the first was saved")
+
+
+def newest_checkpoint(run: str | Path) -> Path | None:
+    return max(Path(run).glob("checkpoints/step-??????"), default=None)
+
+
+def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
+    """Raise ValueError unless sharing is a word or a map of exactly the roles."""
+    if sharing in ("shared", "per-role"):
+        return
+    roles, pairs = {agent.rstrip("0123456789") for agent in agents}, [pair.partition("=") for pair in sharing.split(",")]
+    if {r for r, _, _ in pairs} != roles or not all(re.fullmatch(r"[A-Za-z0-9_-]+", name) and name != "default" for _, _, name in pairs):
+        example = ",".join(f"{r}=a" for r in sorted(roles))
+        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _; not default) for every role, like {example}")
+
+
+def check_device(device: str | None) -> None:
+    if device and not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", device):
+        raise ValueError(f"--device {device}: allowed are cpu, mps, cuda and cuda:N")
+
+
+def read_problems(args: argparse.Namespace) -> dict:
+    """{"train": problems or None for generated ones, "eval": {file name: problems}}. No problem is in both."""
+    train = load_problems(args.data) if args.data else None
+    evals = {Path(f).stem: load_problems(f) for f in args.eval_data or []}
+    if len(evals) < len(args.eval_data or []):
+        raise ValueError("--eval-data: two files have the same name; rename one, as their results are logged by name")
+    if args.data and args.eval_n and not evals:
+        evals = {Path(args.data).stem: [p for p in train if held_out(p.question)]}
+    kept = {p.question for problems in evals.values() for p in problems}
+    train = [p for p in train if p.question not in kept] if args.data else None
+    if args.data and (not train or not all(evals.values())):
+        raise ValueError(f"{args.data}: too few problems to train on some and evaluate on others; give --eval-data FILE, or --eval-n 0")
+    return {"train": train, "eval": evals}
+
+
+def check_model(name: str) -> str:
+    """A local folder or a hub id that can be had; returns it, with ~ expanded. Raises ValueError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists() or not list(path.glob("*.safetensors")):
+            raise ValueError(f"--model {name}: the folder has no config.json with *.safetensors beside it; needed is a model saved by transformers")
+        return str(path)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f'--model {name}: no such folder, and no hub id like Qwen/Qwen3-1.7B; "tiny" needs no download')
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        try:
+            HfApi().model_info(name, timeout=1.5)
+        except Exception as error:      # not there, private, gated, no network, ...: the class says which
+            raise ValueError(f"--model {name}: neither a folder nor downloaded before, and the hub does not give it "
+                             f"({type(error).__name__}); check the name and the network, or give a folder") from None
+    return name
+
+
+def make_folder(args: argparse.Namespace) -> str:
+    """Create the run's folder, never one that holds a run already. Raises ValueError if it cannot be written."""
+    out = Path(args.out or f"runs/{args.task}{'-single' * args.single_agent}-{args.method}-seed{args.seed}")
+    if args.out and (out / "config.json").exists():
+        raise ValueError(f"--out {out}: there is a run in it already; give another folder, or delete it")
+    names = [out] + [out.with_name(f"{out.name}-{i}") for i in range(2, 1000)]
+    out = next(name for name in names if not (name / "config.json").exists())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps({name: value for name, value in vars(args).items() if name not in ("problems", "evaluate", "show", "out")}, indent=1))
+    except OSError as error:
+        raise ValueError(f"{'--out ' * bool(args.out)}{out}: cannot be written ({error.strerror}); give --out a folder of yours") from None
+    return str(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. What is trained, and on what
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_env(args: argparse.Namespace, split: str, problems: list | None = None):
+    return TASKS[args.task](problems=problems, level=args.level, turns=args.turns, single_agent=args.single_agent,
+                            terse=args.model == "tiny", split=split)
+
+
+def reset_envs(args: argparse.Namespace, step: int) -> list:
+    """The envs of one training step. Env t of step s depends on (seed, s, t) only, whatever was played before."""
+    envs = [make_env(args, "train", args.problems["train"]) for _ in range(args.envs)]
+    for t, env in enumerate(envs):
+        env.reset(Random(f"{args.seed}/train/{step}/{t}"))
+    return envs
+
+
+def eval_sets(args: argparse.Namespace) -> dict[str, list]:
+    """The same fresh problems at every evaluation: {"": envs} for generated ones, else {file: envs}, each problem once."""
+    sets = {}
+    for name, problems in (args.problems["eval"] or {"": None}).items():
+        rng = Random(f"{args.seed}/eval")
+        rows = [None] * args.eval_n if problems is None else [[p] for p in rng.sample(problems, min(args.eval_n, len(problems)))]
+        sets[name] = [make_env(args, "eval", row) for row in rows]
+        for t, env in enumerate(sets[name]):
+            env.reset(Random(f"{args.seed}/eval/0/{t}"))
+    return sets
+
+
+def build_policies(args: argparse.Namespace) -> dict:
+    """Load or make the model, put the adapters on it, and say in one line what there is."""
+    import torch
+    from mas_rl import distinct, load_policies, pick_device, tiny_model
+
+    if args.threads or args.model == "tiny":
+        torch.set_num_threads(args.threads or 1)
+    start, device = time.perf_counter(), args.device or pick_device()
+    model = args.model
+    if args.model == "tiny":        # one base for all seeds: what a seed changes is the learning
+        model, tokenizer = tiny_model(lambda: make_env(args, "train"))
+        model = model.to(device), tokenizer
+    policies = load_policies(model, make_env(args, "train").agents, args.sharing, rank=args.rank, seed=args.seed, device=device, lr=args.lr,
+                             max_new_tokens=args.max_new_tokens, temperature=args.temperature, batch_tokens=args.batch_tokens)
+    adapters = distinct(policies)
+    base = adapters[0].model.get_base_model()
+    trained = [sum(p.numel() for p in policy.parameters) for policy in adapters]
+    size = sum(p.numel() for p in base.parameters()) - sum(trained)
+    print(f"model {args.model}: {size:,} parameters, frozen; {sum(trained):,} train, in {len(adapters)} LoRA adapter{'s' * (len(adapters) > 1)} "
+          f"of rank {args.rank} ({', '.join(p.adapter for p in adapters)}); device {device}, {str(base.dtype)[6:]}, "
+          f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}", flush=True)
+    if args.model == "tiny":
+        print(f"  a small Llama that was taught this task by a teacher who makes mistakes; ready in {time.perf_counter() - start:.0f} s, kept in "
+              f"{base.config._name_or_path}\n  for a real model: --model Qwen/Qwen3-1.7B, or any folder that transformers loads", flush=True)
+    return policies
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """make envs -> train_step -> log -> evaluate -> save"""
+    import torch
+    from tqdm import tqdm
+    from algorithms import METHODS
+    from mas_rl import save_checkpoint, train_step
+
+    args.branches = args.branches or (4 if METHODS[args.method].sampler == "tree" else 8)
+    policies, sets, run = build_policies(args), eval_sets(args), Path(args.out)
+    log = Log(run, args, policies)
+    torch.manual_seed(args.seed)
+    log.write(0, evaluate_all(args, policies, sets))
+    bar = tqdm(range(1, args.steps + 1), unit="step", disable=not args.steps)
+    step = 0
+    try:
+        for step in bar:
+            metrics, samples = train_step(reset_envs(args, step), policies, args.method, args.branches, args.alpha, args.invalid_penalty,
+                                          epochs=args.epochs, clip=args.clip, kl_coef=args.kl, aggregate=args.loss_mean)
+            last = step == args.steps
+            evaluated = evaluate_all(args, policies, sets) if last or step % args.eval_every == 0 else {}
+            log.transcript(step, samples)
+            log.write(step, metrics | evaluated, bar)
+            if evaluated or last:
+                save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policies, step)
+                for old in sorted((run / "checkpoints").glob("step-??????"))[:-2]:
+                    shutil.rmtree(old)
+                draw_curves(log.rows, run / "curves.png")
+    except KeyboardInterrupt:
+        bar.close()
+        save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policies, step)
+        draw_curves(log.rows, run / "curves.png")
+        sys.exit(f"stopped in step {step}; the adapters are saved. python train.py --evaluate {run} scores them")
+    first, final = log.rows[0].get("eval/success"), log.rows[-1].get("eval/success")
+    if args.steps and final is not None:
+        print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after {args.steps} steps and {log.minutes():.1f} minutes")
+    print(f"everything is in {run}; next: python train.py --evaluate {run} --show 3")
+
+
+def evaluate_all(args: argparse.Namespace, policies: dict, sets: dict[str, list]) -> dict[str, float]:
+    """Evaluate on every set; several files are logged one by one as eval/<file>/..., and as their plain mean."""
+    from mas_rl import evaluate
+
+    if not args.eval_n:
+        return {}
+    results = {name: evaluate(envs, policies, args.eval_k, seed=args.seed) for name, envs in sets.items()}
+    metrics = {key: sum(r[key] for r in results.values()) / len(results) for key in next(iter(results.values()))}
+    if len(results) > 1:
+        metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for name, r in results.items() for key, value in r.items()}
+    return metrics
+
+
+def score(args: argparse.Namespace) -> None:
+    """--evaluate: score the newest checkpoint of a finished run, and show plays."""
+    from algorithms import METHODS
+    from mas_rl import load_checkpoint, parallel_rollout, train_step, tree_rollout, credit, assign_advantages
+
+    policies, sets = build_policies(args), eval_sets(args)
+    checkpoint = newest_checkpoint(args.evaluate)
+    step = load_checkpoint(checkpoint, policies)
+    metrics = evaluate_all(args, policies, sets)
+    print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+    envs = [env for envs in sets.values() for env in envs][:args.show]
+    if envs:
+        samples, _ = parallel_rollout(envs, policies, 1, temperature=0.0)
+        for e in range(len(envs)):
+            show_play(e, [s for s in samples if s.env == e])
+        if METHODS[args.method].sampler == "tree":
+            samples, _ = tree_rollout(envs[:1], policies, args.branches or 4, args.alpha)
+            credit(samples, args.method, args.alpha, args.invalid_penalty)
+            assign_advantages(samples, args.method)
+            show_group([s for s in samples if s.node == samples[0].node and s.agent == samples[0].agent])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. What one can follow
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """Writes metrics.jsonl and transcripts.jsonl, keeps the bar and prints a line every few steps."""
+
+    def __init__(self, run: Path, args: argparse.Namespace, policies: dict):
+        from mas_rl import blank_metrics
+
+        self.run, self.rows, self.start, self.agents, self.lr = run, [], time.perf_counter(), tuple(policies), args.lr
+        self.every = max(1, args.steps // 10)
+        self.blank = blank_metrics(args.method, policies)       # every key of a step, so that each line has the same
+        self.totals = {"tokens_sampled": 0, "calls": 0}         # since the start: to compare methods at equal cost
+
+    def minutes(self) -> float:
+        return (time.perf_counter() - self.start) / 60
+
+    def write(self, step: int, metrics: dict, bar=None) -> None:
+        self.blank |= dict.fromkeys(key for key in metrics if key.startswith("eval/"))
+        self.totals["tokens_sampled"] += metrics.get("tokens", 0)
+        self.totals["calls"] += metrics.get("calls", 0)
+        row = {"step": step} | self.blank | metrics | {"lr": self.lr} | self.totals
+        for agent in self.agents:                               # AT-GRPO Fig. 6a: standardised over the run so far
+            seen = [r[f"reward/{agent}"] for r in self.rows + [row] if r[f"reward/{agent}"] is not None]
+            row[f"reward_std/{agent}"] = standardised(seen) if step else None
+        row.pop("tokens", None)
+        self.rows.append(row)
+        with open(self.run / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(row) + "\n")
+        self.show(row, bar)
+
+    def show(self, row: dict, bar) -> None:
+        success = row.get("success", row.get("success_guided"))
+        words = {"success": success} | {a: row[f"reward/{a}"] for a in self.agents} | {"silent": max((row[f"silent/{a}"] or 0 for a in self.agents))}
+        if bar is not None:
+            bar.set_postfix({k: f"{v:.2f}" for k, v in words.items() if v is not None})
+        evaluated = ", ".join(f"{k[5:]} {v:.3f}" for k, v in row.items() if k.startswith("eval/") and v is not None)
+        if row["step"] and (evaluated or row["step"] % self.every == 0):
+            rewards = ", ".join(f"{a} {row[f'reward/{a}']:.2f}" for a in self.agents if row[f"reward/{a}"] is not None)
+            silent = ", ".join(f"{a} {row[f'silent/{a}']:.2f}" for a in self.agents if row[f"silent/{a}"] is not None)
+            line = f"step {row['step']:>4}  success in training {success:.2f} | reward {rewards} | silent {silent}"
+            bar.write(line + (f" | unseen problems: {evaluated}" if evaluated else ""))
+        elif evaluated:
+            print(f"before training, unseen problems: {evaluated}", flush=True)
+
+    def transcript(self, step: int, samples: list) -> None:
+        """All calls of the step's first env."""
+        fields = ("env", "rollout", "agent", "turn", "node", "prompt", "chosen", "team", "local", "valid", "outcome", "reward", "advantage")
+        with open(self.run / "transcripts.jsonl", "a") as f:
+            for s in (s for s in samples if s.env == 0):
+                f.write(json.dumps({"step": step} | {name: getattr(s, name) for name in fields} | {"completion": s.completion.text}) + "\n")
+
+
+def standardised(values: list[float]) -> float | None:
+    """The last value, minus the mean of all and divided by their standard deviation."""
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    std = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+    return (values[-1] - mean) / std if std > 1e-8 else 0.0
+
+
+def show_play(number: int, samples: list) -> None:
+    """A whole play, call by call."""
+    print(f"\n{'=' * 20} play {number + 1}: {'success' if samples[0].outcome else 'failure'} after {samples[0].turns} turn(s) {'=' * 20}")
+    for s in samples:
+        print(f"\n--- turn {s.turn}, {s.agent} is asked:\n{s.prompt}\n--- {s.agent} answers (team reward {s.team:g}, local {s.local:g}"
+              f"{'' if s.valid else ', could not be parsed'}):\n{s.completion.text}")
+
+
+def show_group(samples: list) -> None:
+    """One group of the tree: K candidates of one prompt, and the one that walked on."""
+    first = samples[0]
+    print(f"\n{'=' * 20} one group of the tree: {first.agent}, turn {first.turn}, K = {len(samples)} {'=' * 20}\n\n--- all were asked:\n{first.prompt}")
+    for s in samples:
+        print(f"\n--- reward {s.reward:g}, advantage {s.advantage:+.3f}{'   <- walked on' if s.chosen else ''}\n{s.completion.text}")
+
+
+def draw_curves(rows: list[dict], path: Path) -> None:
+    """Success, rewards, silent share and gradient norms over the steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(18, 3.6), layout="constrained")
+    panels = (("success", ("eval/success", "success", "success_guided")), ("reward", ("reward/",)), ("silent share of groups", ("silent/",)),
+              ("gradient norm", ("grad_norm/",)))
+    for ax, (title, prefixes) in zip(axes, panels):
+        for key in rows[-1]:
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            if points and (key in prefixes or key.startswith(prefixes) and prefixes[0].endswith("/")):
+                ax.plot(*zip(*points), marker="o" if len(points) < 30 else None, markersize=3, label=key.rsplit("/", 1)[-1] if "eval" not in key else "unseen problems")
+        ax.set(title=title, xlabel="step")
+        ax.grid(alpha=0.3)
+        if ax.lines:
+            ax.legend()
+    axes[0].set_ylim(-0.02, 1.02)
+    axes[2].set_ylim(-0.02, 1.02)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(sys.argv[1:] if argv is None else argv)
+    score(args) if args.evaluate else train(args)
+
+
+if __name__ == "__main__":
+    main()
