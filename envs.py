@@ -456,6 +456,9 @@ def _add(a: int, b: int, forget: bool) -> tuple[str, int]:
     return ", ".join(said), result
 
 
+BOX = "Think, then end with the final answer in \\boxed{}, for example: 3 + 4 = 7, so the answer is \\boxed{7}."
+
+
 def draw(env: Env, rng: Random) -> Problem:
     """One problem for a math env: from its own list if it has one, else generated."""
     return rng.choice(env.problems) if env.problems else generate_problem(rng, env.level, env.split)
@@ -511,16 +514,15 @@ class Math(Env):
             seen = "".join(f" Before: {t.boxed or 'none'}, tool {t.printed or 'none'}." for t in self.history[-1:])
             return f"{agent}: {question}{seen}"
 
-        task = {"reasoner": "Solve the problem. Think step by step, then put the final answer, and nothing else, in \\boxed{}.",
-                "tool": "Write a Python program that computes the answer to the problem and prints it, and nothing else. "
-                        "Use the standard library only. Put it in one ```python block."}[agent]
+        task = {"reasoner": BOX, "tool": "Write a Python program that computes the answer and prints it, and nothing else. "
+                                         "Use the standard library only. Put it in one ```python block."}[agent]
         if not self.history:
-            return f"{task}\n\nProblem: {question}"
+            return f"{question}\n\n{task}"
         seen = "\n\n".join(f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: {t.boxed or 'none'}\n"
                            f"The tool agent's program:\n{shorten(t.program) or 'none'}\nIt printed: {shorten(t.printed or '') or t.error or 'nothing'}"
                            for i, t in enumerate(self.history, 1))
-        return (f"{task}\n\nProblem: {question}\n\nA reasoner and a tool agent have worked on it, and their answers differ.\n\n{seen}\n\n"
-                "Decide who is right, or find what both overlooked, and solve the problem again.")
+        return (f"{question}\n\nA reasoner and a tool agent have worked on this, and their answers differ.\n\n{seen}\n\n"
+                f"Decide who is right, or find what both overlooked, and solve the problem again. {task}")
 
     def step(self, agent: str, action: str) -> Reward:
         check_turn(self, agent)
@@ -601,11 +603,10 @@ class MathVerify(Env):
         seen = "".join(f"\n\nSolution {i}: {solution}\n\nThe verifier on solution {i}: {verdict}"
                        for i, (solution, verdict) in enumerate(self.history, 1))
         if agent == "solver":
-            again = "\n\nThe verifier rejected this. Mend the mistake and solve the problem again." if seen else ""
-            return ("Solve the problem. Think step by step, then put the final answer, and nothing else, in \\boxed{}."
-                    f"\n\nProblem: {question}{seen}{again}")
-        return ("Check the solution step by step. Then end with your verdict, either <verify>approve</verify> or "
-                f"<verify>reject</verify>.\n\nProblem: {question}{seen}\n\nSolution {len(self.history) + 1}: {self.solution}")
+            again = "The verifier rejected this. Mend the mistake and solve the problem again. " if seen else ""
+            return f"{question}{seen}\n\n{again}{BOX}"
+        return (f"{question}{seen}\n\nSolution {len(self.history) + 1}: {self.solution}\n\nCheck this solution step by step. "
+                "Then end with your verdict, either <verify>approve</verify> or <verify>reject</verify>.")
 
     def step(self, agent: str, action: str) -> Reward:
         check_turn(self, agent)

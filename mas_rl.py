@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import time
 import warnings
@@ -33,7 +34,7 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteriaList
 
 from algorithms import METHODS, Method, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward, pass_at_k, policy_loss
 
@@ -132,13 +133,17 @@ class Policy:
         input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
         # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
         how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0) if temperature > 0 else dict(do_sample=False)
-        stop = dict(stop_strings=list(self.stop), tokenizer=self.tokenizer) if self.stop else {}
+        stop = dict(stopping_criteria=StoppingCriteriaList([self._ended(input_ids.shape[1])])) if self.stop else {}
         out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=n if temperature > 0 else 1,
                                   max_new_tokens=self.max_new_tokens, repetition_penalty=1.0, **how, **stop)
         new = out[:, input_ids.shape[1]:].tolist()                                      # B * n lists of T
         if temperature == 0:
             new = [row for row in new for _ in range(n)]                                # greedy: n times the same
         return [self._completion(prompts[i // n], row) for i, row in enumerate(new)]
+
+    def _ended(self, start: int) -> Callable[..., Tensor]:
+        """For generate: which rows hold a stop string behind the prompt. (Its own stop_strings needs a byte-level tokenizer.)"""
+        return lambda ids, scores: torch.tensor([any(stop in self._text(row[start:]) for stop in self.stop) for row in ids.tolist()], device=ids.device)
 
     def _completion(self, prompt_ids: list[int], row: list[int]) -> Completion:
         """Cut a row after its first stop token; by position, as the padding behind it may be the same token."""
@@ -332,8 +337,8 @@ def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = 
     if set(sharing) != set(roles):
         raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles {", ".join(roles)}')
     for name in sharing.values():
-        if not name.replace("_", "").replace("-", "").isalnum() or name == "default":
-            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _, and not the word default, which peft stores elsewhere")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default" or name in "lora_":
+            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _; not default, nor a part of lora_: peft gives these a meaning")
 
     base, tokenizer = load_model(model, device) if isinstance(model, (str, os.PathLike)) else model
     plain_generation(base, tokenizer)

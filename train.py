@@ -61,7 +61,7 @@ def make_parser() -> Parser:
     add("--model", default="tiny", help='hub id or folder of a causal language model, or "tiny", made on first use (tiny)')
     add("--sharing", default="per-role", help="per-role: a LoRA adapter for each role; shared: one for all; role=name,...: any map (per-role)")
     add("--rank", type=number(int, 1), default=16, help="LoRA rank; LoRA's alpha is twice that (16)")
-    add("--max-new-tokens", type=number(int, 1), metavar="N", help="most tokens of a completion (1024; tiny: 48)")
+    add("--max-new-tokens", type=number(int, 1), metavar="N", help="most tokens of a completion (1024; tiny: 24 x level)")
     add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
     add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
     add("--threads", type=number(int, 1), help="CPU threads (as torch chooses; tiny: 1)")
@@ -114,12 +114,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError("--data and --eval-data need a real model, as the tiny one knows only the words of generated problems; give --model")
         if args.eval_data and not args.eval_n:
             raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
-        for name, for_tiny, for_real in (("turns", 2, 2 if args.task == "math-verify" else 4), ("max_new_tokens", 48, 1024),
+        for name, for_tiny, for_real in (("turns", 2, 2 if args.task == "math-verify" else 4), ("max_new_tokens", 24 * args.level, 1024),
                                          ("steps", 20, 200), ("lr", 1e-3, 1e-5), ("eval_every", 10, 20)):
             if getattr(args, name) is None:
                 setattr(args, name, for_tiny if tiny else for_real)
         check_sharing(args.sharing, TASKS[args.task](single_agent=args.single_agent).agents)
         check_device(args.device)
+        args.data = args.data and os.path.abspath(args.data)        # so that the run can be scored from any folder
+        args.eval_data = [os.path.abspath(f) for f in args.eval_data] if args.eval_data else None
         args.problems = read_problems(args)
         if not tiny:
             args.model = check_model(args.model)
@@ -157,9 +159,9 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
     if sharing in ("shared", "per-role"):
         return
     roles, pairs = {agent.rstrip("0123456789") for agent in agents}, [pair.partition("=") for pair in sharing.split(",")]
-    if {r for r, _, _ in pairs} != roles or not all(re.fullmatch(r"[A-Za-z0-9_-]+", name) and name != "default" for _, _, name in pairs):
-        example = ",".join(f"{r}=a" for r in sorted(roles))
-        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _; not default) for every role, like {example}")
+    if {r for r, _, _ in pairs} != roles or not all(re.fullmatch(r"[A-Za-z0-9_-]+", name) and name != "default" and name not in "lora_" for _, _, name in pairs):
+        example = ",".join(f"{r}=team" for r in sorted(roles))
+        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _) for every role, like {example}")
 
 
 def check_device(device: str | None) -> None:
@@ -211,10 +213,15 @@ def make_folder(args: argparse.Namespace) -> str:
     out = next(name for name in names if not (name / "config.json").exists())
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps({name: value for name, value in vars(args).items() if name not in ("problems", "evaluate", "show", "out")}, indent=1))
+        write_config(out, args)
     except OSError as error:
         raise ValueError(f"{'--out ' * bool(args.out)}{out}: cannot be written ({error.strerror}); give --out a folder of yours") from None
     return str(out)
+
+
+def write_config(out: Path, args: argparse.Namespace) -> None:
+    config = {name: value for name, value in vars(args).items() if name not in ("problems", "evaluate", "show", "out")}
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,16 +257,22 @@ def eval_sets(args: argparse.Namespace) -> dict[str, list]:
 def build_policies(args: argparse.Namespace) -> dict:
     """Load or make the model, put the adapters on it, and say in one line what there is."""
     import torch
-    from mas_rl import distinct, load_policies, pick_device, tiny_model
+    from mas_rl import distinct, load_model, load_policies, pick_device, tiny_model
 
     if args.threads or args.model == "tiny":
         torch.set_num_threads(args.threads or 1)
     start, device = time.perf_counter(), args.device or pick_device()
-    model = args.model
-    if args.model == "tiny":        # one base for all seeds: what a seed changes is the learning
-        model, tokenizer = tiny_model(lambda: make_env(args, "train"))
-        model = model.to(device), tokenizer
-    policies = load_policies(model, make_env(args, "train").agents, args.sharing, rank=args.rank, seed=args.seed, device=device, lr=args.lr,
+    try:
+        torch.empty(0, device=device)
+        if args.model == "tiny":        # one base for all seeds: what a seed changes is the learning
+            model, tokenizer = tiny_model(lambda: make_env(args, "train"))
+            model.to(device)
+        else:
+            model, tokenizer = load_model(args.model, device)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        sys.stderr.write(f"train.py: model {args.model} cannot be loaded on {device}: {str(error).strip().splitlines()[0]}\n")
+        sys.exit(2)
+    policies = load_policies((model, tokenizer), make_env(args, "train").agents, args.sharing, rank=args.rank, seed=args.seed, lr=args.lr,
                              max_new_tokens=args.max_new_tokens, temperature=args.temperature, batch_tokens=args.batch_tokens)
     adapters = distinct(policies)
     base = adapters[0].model.get_base_model()
@@ -288,6 +301,7 @@ def train(args: argparse.Namespace) -> None:
 
     args.branches = args.branches or (4 if METHODS[args.method].sampler == "tree" else 8)
     policies, sets, run = build_policies(args), eval_sets(args), Path(args.out)
+    write_config(run, args)
     log = Log(run, args, policies)
     torch.manual_seed(args.seed)
     log.write(0, evaluate_all(args, policies, sets))
