@@ -23,7 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -35,6 +35,8 @@ from peft.utils import load_peft_weights
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteriaList
+
+warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")      # between peft and transformers
 
 from algorithms import METHODS, Method, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward, pass_at_k, policy_loss
 
@@ -91,6 +93,7 @@ class Policy:
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
         self.max_new_tokens, self.temperature, self.stop, self.batch_tokens = max_new_tokens, temperature, tuple(stop), batch_tokens
         self.eos_ids = set(as_list(model.generation_config.eos_token_id))
+        self.forward_arguments = set(inspect.signature(model.get_base_model().forward).parameters)
         # By name, not by requires_grad: peft switches that off for every adapter but the active one.
         self.parameters = [p for name, p in model.named_parameters() if "lora_" in name and f".{adapter}." in name]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
@@ -161,25 +164,19 @@ class Policy:
 
     # -- scoring and learning ------------------------------------------------------------------------------------------
 
-    def logprobs(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the sampled tokens under this policy, and 1 where there is one: (B, T), (B, T)."""
+    def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the sampled tokens, and 1 where there is one: (B, T), (B, T). reference: those of the base."""
         self.activate()
-        return self._score(samples)
-
-    def _score(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)         # (B, P)
-        tokens, mask = self._pad([s.completion.ids for s in samples], left=False)                       # (B, T)
-        attention = torch.cat([prompt_mask, mask], 1)                                                   # (B, P+T)
-        positions = (attention.cumsum(1) - 1).clamp(min=0)      # padding on the left must not shift a model on learned positions
-        extra = dict(position_ids=positions, logits_to_keep=tokens.shape[1] + 1)
-        extra = {k: v for k, v in extra.items() if k in self._forward_arguments()}
-        logits = self.model(input_ids=torch.cat([prompts, tokens], 1), attention_mask=attention, use_cache=False, **extra).logits
-        logits = logits[:, -tokens.shape[1] - 1:-1].float() / self.temperature                          # (B, T, V)
-        logp = logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2)                    # (B, T)
-        return logp, mask
-
-    def _forward_arguments(self) -> set[str]:
-        return set(inspect.signature(self.model.get_base_model().forward).parameters)
+        prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)  # (B, P)
+        tokens, mask = self._pad([s.completion.ids for s in samples], left=False)  # (B, T)
+        attention = torch.cat([prompt_mask, mask], 1)  # (B, P+T)
+        # Padding on the left must not shift the positions; only the logits that predict a completion's tokens are needed.
+        extra = dict(position_ids=(attention.cumsum(1) - 1).clamp(min=0), logits_to_keep=tokens.shape[1] + 1)
+        extra = {name: value for name, value in extra.items() if name in self.forward_arguments}
+        with self.model.disable_adapter() if reference else nullcontext():
+            logits = self.model(torch.cat([prompts, tokens], 1), attention_mask=attention, use_cache=False, **extra).logits
+        logits = logits[:, -tokens.shape[1] - 1 : -1].float() / self.temperature  # (B, T, V)
+        return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2), mask  # (B, T), (B, T)
 
     def update(self, samples: Sequence[Sample], epochs: int = 1, clip: float = 0.2, kl_coef: float = 0.0,
                aggregate: str | int = "token", max_grad_norm: float = 1.0) -> dict[str, float | None]:
@@ -193,7 +190,6 @@ class Policy:
         """
         if not samples:
             return dict(self.nothing)
-        self.activate()
         lengths = [len(s.completion.prompt_ids) + len(s.completion.ids) for s in samples]
         batches = [[samples[i] for i in batch] for batch in self._batches(lengths, lengths)]
         tokens = sum(len(s.completion.ids) for s in samples)
@@ -202,40 +198,40 @@ class Policy:
 
         # The sampling policy's log-probabilities stay fixed over the epochs. With one epoch they are the new ones,
         # detached: the ratio is exactly 1, the clip never acts, and a second forward pass would only repeat the first.
-        old = None
+        old = [None] * len(batches)
         if epochs > 1:
             with torch.no_grad():
-                old = [self._score(batch)[0] for batch in batches]
-        totals, ratio_max, grad_norm = Counter(), 0.0, 0.0
+                old = [self.logprobs(batch)[0] for batch in batches]
+
+        sums, ratio_max, grad_norm = Counter(), 0.0, 0.0
         for epoch in range(epochs if learn else 1):
             self.optimizer.zero_grad()
-            for i, batch in enumerate(batches):
+            for batch, old_logp in zip(batches, old):
                 with torch.set_grad_enabled(learn):
-                    logp, mask = self._score(batch)                                                     # (B, T), (B, T)
-                old_logp = logp.detach() if old is None else old[i]
-                advantages = torch.tensor([s.advantage for s in batch], device=logp.device, dtype=logp.dtype)       # (B,)
-                loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
-                ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()                              # (B, T)
-                if kl_coef > 0:
-                    with torch.no_grad(), self.model.disable_adapter():
-                        ref_logp, _ = self._score(batch)                                                # (B, T)
-                    kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()     # ρ · k3: the true gradient
-                    loss = loss + kl_coef * kl / tokens
-                    totals["kl"] += kl.item()
+                    logp, mask = self.logprobs(batch)  # (B, T), (B, T)
+                    old_logp = logp.detach() if old_logp is None else old_logp
+                    advantages = torch.tensor([s.advantage for s in batch], dtype=logp.dtype, device=logp.device)  # (B,)
+                    loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
+                    ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()  # (B, T)
+                    if kl_coef > 0:
+                        with torch.no_grad():
+                            ref_logp, _ = self.logprobs(batch, reference=True)  # (B, T)
+                        # The gradient of ρ · k3 is that of KL(policy || base), the gradient of k3 is that of the reverse.
+                        kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()
+                        loss = loss + kl_coef * kl / tokens
+                        sums["kl"] += kl.item()
                 if learn:
                     loss.backward()
-                with torch.no_grad():
-                    totals["entropy"] += -torch.where(mask.bool(), old_logp, 0).sum().item() * (epoch == 0)
-                    totals["clip"] += ((ratio < 1 - clip) | (ratio > 1 + clip)).sum().item()
-                    ratio_max = max(ratio_max, ratio.max().item())
+                sums["clip"] += ((ratio < 1 - clip) | (ratio > 1 + clip)).sum().item()
+                sums["entropy"] -= torch.where(mask.bool(), old_logp, 0).sum().item()
+                ratio_max = max(ratio_max, ratio.max().item())
             if learn:
                 grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
                 if np.isfinite(grad_norm):
                     self.optimizer.step()
         self.optimizer.zero_grad()
-        n = tokens * (epoch + 1)
-        return self.nothing | dict(grad_norm=grad_norm, clip=totals["clip"] / n, entropy=totals["entropy"] / tokens, ratio_max=ratio_max,
-                              kl=totals["kl"] / n if kl_coef > 0 else None)
+        means = {name: sums[name] / (tokens * (epoch + 1)) for name in ("clip", "entropy", "kl")}
+        return dict(grad_norm=grad_norm, ratio_max=ratio_max, **means) | ({} if kl_coef > 0 else {"kl": None})
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -648,14 +644,15 @@ CHAT = ("{% for message in messages %}<user>{{ message['content'] }}{% endfor %}
 def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path | None = None):
     """A small Llama that has learned to imitate the env's imperfect teacher: (model, tokenizer), in float32 on the CPU.
 
-    Made on first use, in about a minute, then kept in cache (default: $XDG_CACHE_HOME or ~/.cache, under mas_rl/) in a
-    folder named by a hash of all it depends on: what the teacher said, the recipe, the seed.
+    Made on first use, in one or two minutes, then kept in cache (default: $XDG_CACHE_HOME or ~/.cache, under mas_rl/) in a
+    folder named by a hash of what it depends on: the first plays of its teacher, the recipe, the seed.
     """
-    lessons = teacher_lessons(make_env, Random(f"{seed}/imitation"))
-    key = hashlib.sha256(json.dumps([TINY, WORD, CHAT, seed, lessons]).encode()).hexdigest()[:16]
+    some = teacher_lessons(make_env, Random(f"{seed}/imitation"), plays=20)      # enough to notice another wording or another slip
+    key = hashlib.sha256(json.dumps([TINY, WORD, CHAT, seed, some]).encode()).hexdigest()[:16]
     cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mas_rl"
     folder = cache / f"tiny-{key}"
     if not (folder / "model.safetensors").exists():
+        lessons = teacher_lessons(make_env, Random(f"{seed}/imitation"), TINY["plays"])
         tokenizer = word_tokenizer([text for lesson in lessons for text in lesson])
         model = imitate(lessons, tokenizer, seed)
         unfinished = cache / f"tiny-{key}.{os.getpid()}"
@@ -666,9 +663,9 @@ def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
-def teacher_lessons(make_env: Callable[[], object], rng: Random) -> list[tuple[str, str, str]]:
+def teacher_lessons(make_env: Callable[[], object], rng: Random, plays: int) -> list[tuple[str, str, str]]:
     """Plays of the imperfect teacher: for each call the prompt, what the expert would say, what the teacher said."""
-    envs, lessons = [make_env() for _ in range(TINY["plays"])], []
+    envs, lessons = [make_env() for _ in range(plays)], []
     for env in envs:
         env.reset(rng)
     while any(env.acting() for env in envs):

@@ -257,8 +257,10 @@ def eval_sets(args: argparse.Namespace) -> dict[str, list]:
 def build_policies(args: argparse.Namespace) -> dict:
     """Load or make the model, put the adapters on it, and say in one line what there is."""
     import torch
+    import transformers
     from mas_rl import distinct, load_model, load_policies, pick_device, tiny_model
 
+    transformers.logging.disable_progress_bar()
     if args.threads or args.model == "tiny":
         torch.set_num_threads(args.threads or 1)
     start, device = time.perf_counter(), args.device or pick_device()
@@ -305,8 +307,8 @@ def train(args: argparse.Namespace) -> None:
     log = Log(run, args, policies)
     torch.manual_seed(args.seed)
     log.write(0, evaluate_all(args, policies, sets))
+    save_checkpoint(run / "checkpoints" / "step-000000", policies, 0)
     bar = tqdm(range(1, args.steps + 1), unit="step", disable=not args.steps)
-    step = 0
     try:
         for step in bar:
             metrics, samples = train_step(reset_envs(args, step), policies, args.method, args.branches, args.alpha, args.invalid_penalty,
@@ -322,9 +324,10 @@ def train(args: argparse.Namespace) -> None:
                 draw_curves(log.rows, run / "curves.png")
     except KeyboardInterrupt:
         bar.close()
-        save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policies, step)
+        done = log.rows[-1]["step"]
+        save_checkpoint(run / "checkpoints" / f"step-{done:06d}", policies, done)
         draw_curves(log.rows, run / "curves.png")
-        sys.exit(f"stopped in step {step}; the adapters are saved. python train.py --evaluate {run} scores them")
+        sys.exit(f"stopped after step {done}; the adapters are saved. python train.py --evaluate {run} scores them")
     first, final = log.rows[0].get("eval/success"), log.rows[-1].get("eval/success")
     if args.steps and final is not None:
         print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after {args.steps} steps and {log.minutes():.1f} minutes")
@@ -347,7 +350,7 @@ def evaluate_all(args: argparse.Namespace, policies: dict, sets: dict[str, list]
 def score(args: argparse.Namespace) -> None:
     """--evaluate: score the newest checkpoint of a finished run, and show plays."""
     from algorithms import METHODS
-    from mas_rl import load_checkpoint, parallel_rollout, train_step, tree_rollout, credit, assign_advantages
+    from mas_rl import assign_advantages, credit, load_checkpoint, parallel_rollout, tree_rollout
 
     policies, sets = build_policies(args), eval_sets(args)
     checkpoint = newest_checkpoint(args.evaluate)
@@ -360,10 +363,11 @@ def score(args: argparse.Namespace) -> None:
         for e in range(len(envs)):
             show_play(e, [s for s in samples if s.env == e])
         if METHODS[args.method].sampler == "tree":
-            samples, _ = tree_rollout(envs[:1], policies, args.branches or 4, args.alpha)
+            samples, _ = tree_rollout(envs, policies, args.branches, args.alpha)
             credit(samples, args.method, args.alpha, args.invalid_penalty)
             assign_advantages(samples, args.method)
-            show_group([s for s in samples if s.node == samples[0].node and s.agent == samples[0].agent])
+            first = next((s for s in samples if s.advantage != 0), samples[0])       # a group that says something, if there is one
+            show_group([s for s in samples if (s.env, s.agent, s.node) == (first.env, first.agent, first.node)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_batches_keep_to_the_token_budget():
 def test_prompts_with_and_without_a_chat_template():
     with pytest.warns(UserWarning, match="no chat template"):
         plain = make(chat=False)["solver"]
-    assert plain.tokenizer.decode(plain.prompt_ids("one and two")) == "one and two\n" or "<unk>" in plain.tokenizer.decode(plain.prompt_ids("one and two"))
+    assert plain.tokenizer.decode(plain.prompt_ids("one and two")).startswith("one and two")
     chat = make()["solver"]
     assert chat.tokenizer.decode(chat.prompt_ids("one and two")) == "<user>one and two<assistant>"
 
@@ -197,8 +197,7 @@ def moved(policy, before):
 def test_at_first_every_role_is_the_base_and_after_learning_it_is_not():
     policies = make()
     samples = draw(policies["solver"])
-    with policies["solver"].model.disable_adapter():
-        base, _ = policies["solver"]._score(samples)
+    base, _ = policies["solver"].logprobs(samples, reference=True)
     for policy in policies.values():
         assert torch.equal(policy.logprobs(samples)[0], base)
     policies["solver"].update(samples)
@@ -254,12 +253,14 @@ def test_old_log_probabilities_stay_those_of_the_sampling_policy(monkeypatch):
     original = mas_rl.policy_loss
     monkeypatch.setattr(mas_rl, "policy_loss", lambda logp, old, *rest, **how: seen.append((logp.detach().clone(), old)) or original(logp, old, *rest, **how))
     policy = randomise(make()["solver"])
-    samples = draw(policy)
+    samples = draw(policy, prompts=PROMPTS[:1])         # prompts of one length, so that the update keeps their order
     at_sampling, _ = policy.logprobs(samples)
     policy.update(samples, epochs=3)
     (first, old1), (second, old2), (third, old3) = seen
     assert old1 is old2 is old3 and torch.equal(first, old1) and not torch.equal(second, old1) and not torch.equal(third, second)
-    assert sorted(old1.exp().sum(1).tolist()) == pytest.approx(sorted(at_sampling.exp().sum(1).tolist()), abs=1e-3) or old1.shape == at_sampling.shape
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].completion.ids))
+    torch.testing.assert_close(old1, at_sampling[order].detach() * policy._pad([samples[i].completion.ids for i in order], False)[1] +
+                               old1 * (1 - policy._pad([samples[i].completion.ids for i in order], False)[1]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
