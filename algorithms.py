@@ -32,7 +32,7 @@ class Pool(NamedTuple):
 
 
 class Method(NamedTuple):
-    sampler: str            # "parallel": K independent rollouts; "tree": branch K ways at each call, walk on from the best
+    sampler: str            # "parallel": K independent rollouts; "tree": branch K ways at each call, the best walks on
     credit: str             # "outcome": success of the rollout minus the penalty; "step": what this very action earned
     score_per: str          # "call": each call keeps its own credit; "rollout": all its calls share their mean
     mean: Pool              # the baseline that is subtracted
@@ -63,9 +63,10 @@ def mixed_reward(team: float, local: float, alpha: float = 1.0) -> float:
     return alpha * team + local
 
 
-def group_advantages(rewards: Sequence[float] | Tensor, mean_keys: Sequence[Hashable], std_keys: Sequence[Hashable] | bool | None = None,
-                     mean_units: Sequence[Hashable] | None = None, std_units: Sequence[Hashable] | None = None,
-                     leave_one_out: bool = False, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Sequence[float] | Tensor, mean_keys: Sequence[Hashable],
+                     std_keys: Sequence[Hashable] | bool | None = None, mean_units: Sequence[Hashable] | None = None,
+                     std_units: Sequence[Hashable] | None = None, leave_one_out: bool = False, ddof: int = 1,
+                     eps: float = 1e-6) -> Tensor:
     """Compare each sample with its group.
 
         A = (r - mean of its mean group) / (std of its std group + eps)      (GRPO; AT-GRPO Eq. 1; Dr. MAS Eq. 2 and 5)
@@ -81,16 +82,19 @@ def group_advantages(rewards: Sequence[float] | Tensor, mean_keys: Sequence[Hash
     seven equal rewards of .1 in float32 would give -.8; and 0/0 in a group of one.)
     Returns (N,) in float64. Raises ValueError for unequal lengths and for rewards that are not finite numbers.
     """
-    r = np.asarray(rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64)   # (N,)
+    rewards = rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards
+    r = np.asarray(rewards, dtype=np.float64)                                           # (N,)
     if r.ndim != 1:
         raise ValueError(f"rewards has shape {r.shape}; needed is one number per sample, (N,)")
     if std_keys is None:
         std_keys, std_units = mean_keys, mean_units
-    for name, values in dict(mean_keys=mean_keys, std_keys=std_keys, mean_units=mean_units, std_units=std_units).items():
+    given = dict(mean_keys=mean_keys, std_keys=std_keys, mean_units=mean_units, std_units=std_units)
+    for name, values in given.items():
         if values is not None and values is not False and len(values) != len(r):
             raise ValueError(f"{name} has {len(values)} entries for {len(r)} rewards; needed is one per sample")
     if not np.isfinite(r).all():
-        raise ValueError(f"reward {int(np.flatnonzero(~np.isfinite(r))[0])} is {r[~np.isfinite(r)][0]}; needed are finite numbers")
+        first = int(np.flatnonzero(~np.isfinite(r))[0])
+        raise ValueError(f"reward {first} is {r[first]}; needed are finite numbers")
 
     advantages = np.zeros_like(r)                                                       # (N,)
     for members in _groups(mean_keys):
@@ -154,12 +158,13 @@ def inflation_factor(outcomes: Sequence[float], envs: Sequence[Hashable], rollou
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
-                aggregate: str | int = "token", level: str = "token", weights: Tensor | None = None,
-                denominator: float | None = None) -> Tensor:
+def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_low: float = 0.2,
+                clip_high: float = 0.2, aggregate: str | int = "token", level: str = "token",
+                weights: Tensor | None = None, denominator: float | None = None) -> Tensor:
     """The clipped surrogate, negated so that a descent step raises the objective.
 
-        L = - mean of min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A),   ρ = π(token) / π_old(token)     (AT-GRPO Eq. 2, Dr. MAS Eq. 3)
+        L = - mean of min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)        ρ = π(token) / π_old(token)
+                                                                        (AT-GRPO Eq. 2, Dr. MAS Eq. 3)
 
     With one step per batch π_old is π itself: ρ = 1, the clip never acts and the loss is minus the mean advantage, which
     says nothing; its gradient does: that of A · log π. From the second epoch on the clip stops moves beyond 1 ± ε.
@@ -174,9 +179,10 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
         several processes add up to the mean of the whole batch.
     Returns a scalar. Raises ValueError for shapes that do not fit and for unknown words.
     """
-    if not (logp.ndim == 2 and logp.shape == old_logp.shape == mask.shape and advantages.shape in (logp.shape, logp.shape[:1])):
-        raise ValueError(f"shapes do not fit: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)}, mask {tuple(mask.shape)} "
-                         f"must be equal (B, T), advantages {tuple(advantages.shape)} must be (B,) or (B, T)")
+    same = logp.ndim == 2 and logp.shape == old_logp.shape == mask.shape
+    if not same or advantages.shape not in (logp.shape, logp.shape[:1]):
+        raise ValueError(f"shapes do not fit: logp {tuple(logp.shape)}, old_logp {tuple(old_logp.shape)} and mask "
+                         f"{tuple(mask.shape)} must be equal, (B, T); advantages {tuple(advantages.shape)} (B,) or (B, T)")
     if aggregate not in ("token", "sequence") and not (isinstance(aggregate, int) and aggregate > 0):
         raise ValueError(f'aggregate is {aggregate!r}; allowed are "token", "sequence" or a positive int')
     if level not in ("token", "sequence"):

@@ -9,7 +9,7 @@ State is plain Python, so `copy.deepcopy(env)` is a branch of the tree.
     env.reset(Random(0))
     rewards, env = play(env, lambda env, agent: env.solve(agent))     # the expert plays; no model needed
 
-Read it task by task: 1. the interface, 2. problems, 3. grading, 4. the sandbox, 5. the math teams, 6. the table of tasks.
+Read it part by part: 1. the interface, 2. problems, 3. grading, 4. the sandbox, 5. the math teams, 6. the table of tasks.
 Left out: tool calls in the middle of a completion, images, and any `eval` of a text that a model wrote.
 """
 
@@ -82,7 +82,7 @@ class Env:
 
 
 def play(env: Env, choose: Callable[[Env, str], str]) -> tuple[list[tuple[str, Reward]], Env]:
-    """Play a reset env to its end with any chooser, a function (env, agent) -> text. Returns who earned what, and env."""
+    """Play a reset env to its end with any chooser, a function (env, agent) -> text; returns who earned what, and env."""
     rewards = []
     while acting := env.acting():
         texts = [choose(env, agent) for agent in acting]    # all see the state at the start of the round
@@ -108,8 +108,8 @@ class Problem(NamedTuple):
     steps: tuple[tuple[int, str, int], ...] = ()        # generated problems only: 47 + 38, 85 - 12, ...
 
 
-LEVELS = {1: (1, 1, "+"), 2: (2, 1, "+"), 3: (2, 2, "+-"), 4: (2, 3, "+-*"), 5: (3, 4, "+-*")}    # digits, steps, operations
-STORY = {"+": "{who} finds {b} more.", "-": "{who} gives away {b}.", "*": "A friend has {b} times as many and gives all to {who} for them."}
+LEVELS = {1: (1, 1, "+"), 2: (2, 1, "+"), 3: (2, 2, "+-"), 4: (2, 3, "+-*"), 5: (3, 4, "+-*")}    # digits, steps, ops
+STORY = {"+": "{who} finds {b} more.", "-": "{who} gives away {b}.", "*": "{who} swaps them for {b} times as many."}
 
 
 def generate_problem(rng: Random, level: int, split: str) -> Problem:
@@ -145,7 +145,7 @@ def expression(steps: list | tuple) -> str:
 
 
 def held_out(problem: str) -> bool:
-    """One problem in five is kept for evaluation: decided by its hash, so that no run and no process ever mixes them."""
+    """Is this one of the problems, one in five, kept for evaluation? Decided by a hash: no run and no process mixes them."""
     return hashlib.sha256(problem.encode("utf-8", "replace")).digest()[0] % 5 == 0
 
 
@@ -184,32 +184,35 @@ def _json(text: str, where: str):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        at = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) and "line" not in where else "bad text"
-        raise ValueError(f"{where}: not JSON ({at})") from None
+        raise ValueError(f"{where}: not JSON ({error})") from None
 
 
 def _problem(row, where: str) -> Problem:
     """One row of a file as a Problem. Raises ValueError with what is missing."""
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: needed is an object like {{"question": ..., "answer": ...}}, not {type(row).__name__}')
+        raise ValueError(f'{where}: needed is an object {{"question": ..., "answer": ...}}, not {type(row).__name__}')
     question = next((row[f] for f in QUESTION_FIELDS if row.get(f)), None)
     if isinstance(question, list) and question and isinstance(question[-1], dict):      # a chat: its last message
         question = question[-1].get("content")
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}: no question; looked for {', '.join(QUESTION_FIELDS)}, found {', '.join(map(str, row)) or 'nothing'}")
+        raise ValueError(f"{where}: no question; looked for {', '.join(QUESTION_FIELDS)}, found {_fields(row)}")
 
     answer = next((row[f] for f in ANSWER_FIELDS if row.get(f) not in (None, "", [])), None)
     accepted = answer if isinstance(answer, list) else [answer]
     if answer is None or not all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in accepted):
-        raise ValueError(f"{where}: no answer; looked for {', '.join(ANSWER_FIELDS)}, found {', '.join(map(str, row))}")
+        raise ValueError(f"{where}: no answer; looked for {', '.join(ANSWER_FIELDS)}, found {_fields(row)}")
     finals = tuple(final_answer(str(a)) for a in accepted)
     if not all(finals):
-        raise ValueError(f"{where}: no final answer in the solution; needed is `#### answer`, \\boxed{{answer}} or the answer alone")
+        raise ValueError(f"{where}: no final answer; needed is `#### answer`, \\boxed{{answer}} or the answer alone")
     return Problem(question.strip(), finals)
 
 
+def _fields(row: dict) -> str:
+    return ", ".join(repr(name)[1:-1] for name in row)[:200] or "nothing"
+
+
 def final_answer(solution: str) -> str | None:
-    """The answer in a data set's solution: after the last `####`, else the last box, else a text of one line as it is."""
+    """The answer in a data set's solution: what follows the last `####`, else the last box, else a text of one line."""
     solution = solution.strip()
     if "####" in solution:
         solution = solution.rsplit("####", 1)[1].strip()
@@ -268,7 +271,7 @@ def normal_form(answer: str) -> str:
     s = re.sub(r"^[a-zA-Z]\s*=", "", s).strip()
 
     argument = r"\s*(\{[^{}]*\}|[0-9a-zA-Z])"                              # {12}, or a single 1 as in \frac12
-    while True:                                                            # from the inside out; every round removes a command
+    while True:                                                            # inside out; each round removes a command
         new = re.sub(rf"\\sqrt{argument}", lambda m: f"sqrt({m[1].strip('{} ')})", s)
         new = re.sub(rf"([0-9]?)\s*\\frac{argument}{argument}", _fraction, new)
         new = re.sub(r"([\^_])\s*\{\s*([0-9a-zA-Z])\s*\}", r"\1\2", new)
@@ -289,7 +292,7 @@ def _fraction(match: re.Match) -> str:
 
 
 def to_number(answer: str) -> Fraction | None:
-    """An answer in normal form as an exact number: 27.0, -3/4, 2&1/2, 1e-05, 1.2\\times10^3; None for everything else."""
+    """An answer in normal form as an exact number: 27.0, -3/4, 2&1/2, 1e-05, 1.2\\times10^3; None for anything else."""
     decimal = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
     if m := re.fullmatch(rf"({decimal})(?:/({decimal}))?", answer):
         bottom = Fraction(m[2] or 1)
@@ -305,8 +308,8 @@ def to_number(answer: str) -> Fraction | None:
 def same_answer(given: str | None, accepted: str | tuple[str, ...]) -> bool:
     """Does the given answer equal one of the accepted ones? As numbers |a - b| <= 1e-6, else in normal form.
 
-    Comma-separated lists, tuples and intervals are compared part by part, in order. None, an empty answer and one of more
-    than 4,000 characters equal nothing.
+    Comma-separated lists, tuples and intervals are compared part by part, in order. None, an empty answer and one of
+    more than 4,000 characters equal nothing.
     """
     if isinstance(accepted, (tuple, list)):
         return any(same_answer(given, a) for a in accepted)
@@ -315,14 +318,16 @@ def same_answer(given: str | None, accepted: str | tuple[str, ...]) -> bool:
     a, b = normal_form(given), normal_form(accepted)
     if not a or not b:
         return False
-    x, y = to_number(a), to_number(b)
-    if x is not None and y is not None:
-        return abs(x - y) <= Fraction(1, 10**6)
-    if a == b:
+    if a == b or same_number(a, b):
         return True
     parts, others = _parts(a), _parts(b)
-    return len(parts) == len(others) > 1 and all(
-        p == o or (to_number(p) is not None and to_number(o) is not None and same_answer(p, o)) for p, o in zip(parts, others))
+    return len(parts) == len(others) > 1 and all(p == o or same_number(p, o) for p, o in zip(parts, others))
+
+
+def same_number(a: str, b: str) -> bool:
+    """Are both numbers, in normal form, and at most 1e-6 apart?"""
+    x, y = to_number(a), to_number(b)
+    return x is not None and y is not None and abs(x - y) <= Fraction(1, 10**6)
 
 
 def _parts(answer: str) -> list[str]:
@@ -351,8 +356,8 @@ NOT_BUILT = 97          # the runner's exit status for a text that does not comp
 # The child limits itself before it looks at the program: code that runs between fork and exec is unsafe beside threads.
 RUNNER = f"""
 import resource, sys
-for what, most in ((resource.RLIMIT_CPU, {CPU_SECONDS}), (resource.RLIMIT_AS, {MEMORY}), (resource.RLIMIT_FSIZE, {OUTPUT}),
-                   (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 32)):
+for what, most in ((resource.RLIMIT_CPU, {CPU_SECONDS}), (resource.RLIMIT_AS, {MEMORY}),
+                   (resource.RLIMIT_FSIZE, {OUTPUT}), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 32)):
     try: resource.setrlimit(what, (most, most))
     except (ValueError, OSError): pass
 source, sys.argv = sys.argv[1], ["program.py"]
@@ -383,9 +388,9 @@ def run_program(program: str, stdin: str = "") -> Outcome:
           tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err):
         given.write(stdin.encode("utf-8", "replace"))
         given.seek(0)
-        child = subprocess.Popen(       # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms
-            [sys.executable, "-I", "-S", "-c", RUNNER, program], stdin=given, stdout=out, stderr=err, cwd=folder, env={},
-            start_new_session=True)
+        # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms
+        child = subprocess.Popen([sys.executable, "-I", "-S", "-c", RUNNER, program], stdin=given, stdout=out, stderr=err,
+                                 cwd=folder, env={}, start_new_session=True)
         try:
             status = child.wait(WALL_SECONDS)
         except subprocess.TimeoutExpired:
@@ -422,13 +427,13 @@ def python_block(text: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-SLIP = 0.7      # how often the tiny model's teacher makes its mistake: the majority, so that greedy decoding makes it always
+SLIP = 0.7      # how often the tiny model's teacher makes its mistake: mostly, so that greedy decoding makes it always
 
 
 def worked(problem: Problem, rng: Random | None = None) -> str:
-    """A generated problem worked out column by column, with the answer in a box. rng: the teacher, who forgets to carry.
+    """A generated problem worked out column by column, with the answer in a box. rng: by the teacher, who forgets to carry.
 
-        47 + 38: "7+8=15, 4+3+1=8. \\boxed{85}"; in seven of ten sums that carry, the teacher says "7+8=15, 4+3=7. \\boxed{75}"
+        47 + 38 is "7+8=15, 4+3+1=8. \\boxed{85}", and for the teacher, seven times in ten, "7+8=15, 4+3=7. \\boxed{75}"
     """
     if not problem.steps:
         return rf"\boxed{{{problem.answers[0]}}}"
@@ -445,7 +450,7 @@ def worked(problem: Problem, rng: Random | None = None) -> str:
 
 
 def _add(a: int, b: int, forget: bool) -> tuple[str, int]:
-    """Add column by column, from the right; returns what is said and the sum. forget: no carry goes to the next column."""
+    """Add column by column, from the right: what is said, and the sum. forget: nothing is carried to the next column."""
     said, result, carry, place = [], 0, 0, 1
     while a or b:
         total = a % 10 + b % 10 + carry
@@ -457,6 +462,8 @@ def _add(a: int, b: int, forget: bool) -> tuple[str, int]:
 
 
 BOX = "Think, then end with the final answer in \\boxed{}, for example: 3 + 4 = 7, so the answer is \\boxed{7}."
+PROGRAM = ("Write a Python program that computes the answer and prints it, and nothing else. Use the standard library only. "
+           "Put it in one ```python block.")
 
 
 def draw(env: Env, rng: Random) -> Problem:
@@ -495,8 +502,8 @@ class Math(Env):
 
     agents = ("reasoner", "tool")
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 4, single_agent: bool = False,
-                 terse: bool = False, split: str = "train"):
+    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 4,
+                 single_agent: bool = False, terse: bool = False, split: str = "train"):
         self.problems, self.level, self.split, self.terse = Shared(problems or []), level, split, terse
         self.agents, self.turns = (("reasoner",), 1) if single_agent else (Math.agents, turns)
 
@@ -514,13 +521,13 @@ class Math(Env):
             seen = "".join(f" Before: {t.boxed or 'none'}, tool {t.printed or 'none'}." for t in self.history[-1:])
             return f"{agent}: {question}{seen}"
 
-        task = {"reasoner": BOX, "tool": "Write a Python program that computes the answer and prints it, and nothing else. "
-                                         "Use the standard library only. Put it in one ```python block."}[agent]
+        task = BOX if agent == "reasoner" else PROGRAM
         if not self.history:
             return f"{question}\n\n{task}"
-        seen = "\n\n".join(f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: {t.boxed or 'none'}\n"
-                           f"The tool agent's program:\n{shorten(t.program) or 'none'}\nIt printed: {shorten(t.printed or '') or t.error or 'nothing'}"
-                           for i, t in enumerate(self.history, 1))
+        seen = "\n\n".join(
+            f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: {t.boxed or 'none'}\n"
+            f"The tool agent's program:\n{shorten(t.program) or 'none'}\n"
+            f"It printed: {shorten(t.printed or '') or t.error or 'nothing'}" for i, t in enumerate(self.history, 1))
         return (f"{question}\n\nA reasoner and a tool agent have worked on this, and their answers differ.\n\n{seen}\n\n"
                 f"Decide who is right, or find what both overlooked, and solve the problem again. {task}")
 
@@ -582,8 +589,8 @@ class MathVerify(Env):
 
     agents = ("solver", "verifier")
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 2, single_agent: bool = False,
-                 terse: bool = False, split: str = "train"):
+    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 2,
+                 single_agent: bool = False, terse: bool = False, split: str = "train"):
         self.problems, self.level, self.split, self.terse = Shared(problems or []), level, split, terse
         self.agents, self.turns = (("solver",), 1) if single_agent else (MathVerify.agents, turns)
 
@@ -605,8 +612,8 @@ class MathVerify(Env):
         if agent == "solver":
             again = "The verifier rejected this. Mend the mistake and solve the problem again. " if seen else ""
             return f"{question}{seen}\n\n{again}{BOX}"
-        return (f"{question}{seen}\n\nSolution {len(self.history) + 1}: {self.solution}\n\nCheck this solution step by step. "
-                "Then end with your verdict, either <verify>approve</verify> or <verify>reject</verify>.")
+        return (f"{question}{seen}\n\nSolution {len(self.history) + 1}: {self.solution}\n\nCheck this solution step by "
+                "step. Then end with your verdict, either <verify>approve</verify> or <verify>reject</verify>.")
 
     def step(self, agent: str, action: str) -> Reward:
         check_turn(self, agent)

@@ -1,6 +1,6 @@
 """A team of LLM agents that learns: policies, rollouts, updates, evaluation, and a tiny model to try it all on.
 
-    samples, finals = tree_rollout(envs, policies, branches=4)      # or parallel_rollout: what happened, nothing computed yet
+    samples, finals = tree_rollout(envs, policies, branches=4)      # or parallel_rollout: what happened
     credit(samples, "at-grpo")                                      # fills reward
     assign_advantages(samples, "at-grpo")                           # fills advantage
     policies["solver"].update([s for s in samples if policies[s.agent] is policies["solver"]])
@@ -34,11 +34,13 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast, StoppingCriteriaList)
+
+from algorithms import (METHODS, Method, Pool, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward,
+                        pass_at_k, policy_loss)
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")      # between peft and transformers
-
-from algorithms import METHODS, Method, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward, pass_at_k, policy_loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class Sample:
     team: float             # the env's Reward
     local: float
     valid: bool
-    outcome: float = 0.0    # 1.0 if the rollout ended in success; for a candidate of a tree: if the state after it is one
+    outcome: float = 0.0    # 1.0 if the rollout ended in success; for a candidate of a tree: if its own state is one
     turns: int = 0          # turns to the end of the play
     reward: float = 0.0     # filled by credit
     advantage: float = 0.0  # filled by assign_advantages
@@ -81,17 +83,18 @@ class Sample:
 class Policy:
     """Weights and optimizer. Both papers' rollout worker is `generate`, their update worker `update`.
 
-    model: a PeftModel with an adapter of this name; several policies may share it. stop: texts at which a completion ends.
-    temperature: of sampling, and therefore of the scored distribution too. batch_tokens: the most tokens, padding
-    included, that one forward pass holds.
+    model: a PeftModel with an adapter of this name; several policies may share it. temperature: of sampling, and so of
+    the scored distribution too. stop: texts at which a completion ends. batch_tokens: the most tokens, padding included,
+    that one forward pass holds.
     """
 
     nothing = dict.fromkeys(("grad_norm", "kl", "clip", "entropy", "ratio_max"))        # what an update measures
 
-    def __init__(self, model, tokenizer, adapter: str, lr: float = 1e-5, max_new_tokens: int = 256, temperature: float = 1.0,
-                 stop: Sequence[str] = (), batch_tokens: int = 16384):
+    def __init__(self, model, tokenizer, adapter: str, lr: float = 1e-5, max_new_tokens: int = 256,
+                 temperature: float = 1.0, stop: Sequence[str] = (), batch_tokens: int = 16384):
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
-        self.max_new_tokens, self.temperature, self.stop, self.batch_tokens = max_new_tokens, temperature, tuple(stop), batch_tokens
+        self.max_new_tokens, self.temperature, self.stop = max_new_tokens, temperature, tuple(stop)
+        self.batch_tokens = batch_tokens
         self.eos_ids = set(as_list(model.generation_config.eos_token_id))
         self.forward_arguments = set(inspect.signature(model.get_base_model().forward).parameters)
         # By name, not by requires_grad: peft switches that off for every adapter but the active one.
@@ -111,42 +114,46 @@ class Policy:
             text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
                                                       add_generation_prompt=True, enable_thinking=False)
             ids = self.tokenizer(text, add_special_tokens=False).input_ids      # the template has written its own BOS
-        room = getattr(self.model.config, "max_position_embeddings", len(ids) + self.max_new_tokens) - self.max_new_tokens
+        room = getattr(self.model.config, "max_position_embeddings", 1 << 30) - self.max_new_tokens
         if len(ids) > room:
-            warnings.warn(f"a prompt of {len(ids)} tokens lost its beginning: the model's context leaves room for {room}")
+            warnings.warn(f"a prompt of {len(ids)} tokens lost its beginning: the context leaves room for {room}")
             ids = ids[-max(room, 1):]
         return ids
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None,
+                 top_p: float = 1.0) -> list[list[Completion]]:
         """Sample n completions of each prompt; temperature None: the policy's own, 0: greedy."""
         self.activate()
+        temperature = self.temperature if temperature is None else temperature
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         results: list[list[Completion]] = [[] for _ in ids]
-        for batch in self._batches([n * (len(x) + self.max_new_tokens) for x in ids], [len(x) for x in ids]):
-            rows = self._sample([ids[i] for i in batch], n, self.temperature if temperature is None else temperature, top_p)
-            for i, row in zip([i for i in batch for _ in range(n)], rows):
-                results[i].append(row)
+        for batch in self._batches([n * (len(x) + self.max_new_tokens) for x in ids]):
+            for j, completion in enumerate(self._sample([ids[i] for i in batch], n, temperature, top_p)):
+                results[batch[j // n]].append(completion)
         return results
 
     def _sample(self, prompts: list[list[int]], n: int, temperature: float, top_p: float) -> list[Completion]:
         """One call of Hugging Face's generate for a batch of prompts, padded on the left."""
         input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
         # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
-        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0) if temperature > 0 else dict(do_sample=False)
-        stop = dict(stopping_criteria=StoppingCriteriaList([self._ended(input_ids.shape[1])])) if self.stop else {}
-        out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, num_return_sequences=n if temperature > 0 else 1,
-                                  max_new_tokens=self.max_new_tokens, repetition_penalty=1.0, **how, **stop)
-        new = out[:, input_ids.shape[1]:].tolist()                                      # B * n lists of T
-        if temperature == 0:
-            new = [row for row in new for _ in range(n)]                                # greedy: n times the same
-        return [self._completion(prompts[i // n], row) for i, row in enumerate(new)]
+        greedy = temperature == 0
+        how = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
+        if self.stop:
+            how["stopping_criteria"] = StoppingCriteriaList([self._ended(input_ids.shape[1])])
+        out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=self.max_new_tokens,
+                                  num_return_sequences=1 if greedy else n, repetition_penalty=1.0, **how)
+        new = out[:, input_ids.shape[1]:].tolist()                                      # B * n lists of T; greedy: B
+        return [self._completion(prompts[i // n], new[i // n if greedy else i]) for i in range(n * len(prompts))]
 
     def _ended(self, start: int) -> Callable[..., Tensor]:
-        """For generate: which rows hold a stop string behind the prompt. (Its own stop_strings needs a byte-level tokenizer.)"""
-        return lambda ids, scores: torch.tensor([any(stop in self._text(row[start:]) for stop in self.stop) for row in ids.tolist()], device=ids.device)
+        """For generate: which rows hold a stop string behind the prompt. Its own stop_strings fails on some tokenizers."""
+        def ended(ids: Tensor, scores: Tensor) -> Tensor:
+            texts = [self._text(row[start:]) for row in ids.tolist()]
+            return torch.tensor([any(stop in text for stop in self.stop) for text in texts], device=ids.device)
+        return ended
 
     def _completion(self, prompt_ids: list[int], row: list[int]) -> Completion:
         """Cut a row after its first stop token; by position, as the padding behind it may be the same token."""
@@ -165,33 +172,34 @@ class Policy:
     # -- scoring and learning ------------------------------------------------------------------------------------------
 
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the sampled tokens, and 1 where there is one: (B, T), (B, T). reference: those of the base."""
+        """Log-probabilities of the sampled tokens, and 1 where there is one: (B, T), (B, T). reference: the base's."""
         self.activate()
-        prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)  # (B, P)
-        tokens, mask = self._pad([s.completion.ids for s in samples], left=False)  # (B, T)
-        attention = torch.cat([prompt_mask, mask], 1)  # (B, P+T)
-        # Padding on the left must not shift the positions; only the logits that predict a completion's tokens are needed.
+        prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)         # (B, P)
+        tokens, mask = self._pad([s.completion.ids for s in samples], left=False)                       # (B, T)
+        attention = torch.cat([prompt_mask, mask], 1)                                                   # (B, P+T)
+        # Padding on the left must not shift the positions; only logits that predict a completion's tokens are needed.
         extra = dict(position_ids=(attention.cumsum(1) - 1).clamp(min=0), logits_to_keep=tokens.shape[1] + 1)
         extra = {name: value for name, value in extra.items() if name in self.forward_arguments}
         with self.model.disable_adapter() if reference else nullcontext():
-            logits = self.model(torch.cat([prompts, tokens], 1), attention_mask=attention, use_cache=False, **extra).logits
-        logits = logits[:, -tokens.shape[1] - 1 : -1].float() / self.temperature  # (B, T, V)
-        return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2), mask  # (B, T), (B, T)
+            ids = torch.cat([prompts, tokens], 1)                                                       # (B, P+T)
+            logits = self.model(ids, attention_mask=attention, use_cache=False, **extra).logits
+        logits = logits[:, -tokens.shape[1] - 1:-1].float() / self.temperature                          # (B, T, V)
+        return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2), mask              # (B, T), (B, T)
 
     def update(self, samples: Sequence[Sample], epochs: int = 1, clip: float = 0.2, kl_coef: float = 0.0,
                aggregate: str | int = "token", max_grad_norm: float = 1.0) -> dict[str, float | None]:
         """One optimizer step per epoch on the clipped loss over the whole batch, whatever the micro-batches.
 
         kl_coef: weight of KL(policy || base), the base being the same model with its adapter switched off.
-        Makes no step without samples, and none if nothing is to be learned (all advantages 0 and no KL): Adam's momentum
-        alone would still move the weights. A gradient that is not finite is not applied.
+        Makes no step without samples, and none if there is nothing to learn (all advantages 0 and no KL), where Adam's
+        momentum alone would still move the weights. A gradient that is not finite is not applied.
         Returns grad_norm (before clipping), kl, clip (share of tokens outside the clip range), entropy, ratio_max; None
         where nothing was measured.
         """
         if not samples:
             return dict(self.nothing)
         lengths = [len(s.completion.prompt_ids) + len(s.completion.ids) for s in samples]
-        batches = [[samples[i] for i in batch] for batch in self._batches(lengths, lengths)]
+        batches = [[samples[i] for i in batch] for batch in self._batches(lengths)]
         tokens = sum(len(s.completion.ids) for s in samples)
         denominator = {"token": tokens, "sequence": len(samples)}.get(aggregate) or len(samples) * aggregate
         learn = kl_coef > 0 or any(s.advantage != 0 for s in samples)
@@ -208,15 +216,15 @@ class Policy:
             self.optimizer.zero_grad()
             for batch, old_logp in zip(batches, old):
                 with torch.set_grad_enabled(learn):
-                    logp, mask = self.logprobs(batch)  # (B, T), (B, T)
+                    logp, mask = self.logprobs(batch)                                   # (B, T), (B, T)
                     old_logp = logp.detach() if old_logp is None else old_logp
-                    advantages = torch.tensor([s.advantage for s in batch], dtype=logp.dtype, device=logp.device)  # (B,)
+                    advantages = logp.new_tensor([s.advantage for s in batch])          # (B,)
                     loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
-                    ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()  # (B, T)
+                    ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()          # (B, T)
                     if kl_coef > 0:
                         with torch.no_grad():
-                            ref_logp, _ = self.logprobs(batch, reference=True)  # (B, T)
-                        # The gradient of ρ · k3 is that of KL(policy || base), the gradient of k3 is that of the reverse.
+                            ref_logp, _ = self.logprobs(batch, reference=True)          # (B, T)
+                        # ρ · k3 has the gradient of KL(policy || base); k3 alone has that of the reverse.
                         kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()
                         loss = loss + kl_coef * kl / tokens
                         sums["kl"] += kl.item()
@@ -235,20 +243,19 @@ class Policy:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def _batches(self, costs: list[int], lengths: list[int]) -> Iterator[list[int]]:
-        """Positions in batches of at most batch_tokens (one position at least), sorted by length, so that little is padding."""
-        batch, largest = [], 0
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Positions, sorted by length, in batches of at most batch_tokens with padding (and of one position at least)."""
+        batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-            largest = max(largest, costs[i])
-            if batch and largest * (len(batch) + 1) > self.batch_tokens:
+            if batch and lengths[i] * (len(batch) + 1) > self.batch_tokens:     # sorted: i is the longest so far
                 yield batch
-                batch, largest = [], costs[i]
+                batch = []
             batch.append(i)
         if batch:
             yield batch
 
     def _pad(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-        """Rows of unequal length as one tensor, and its mask: (B, L), (B, L). The mask comes from lengths, not from values."""
+        """Rows of unequal length as one tensor, and its mask, from lengths, not from token values: (B, L), (B, L)."""
         longest = max(map(len, rows))
         padded = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(padded)
@@ -267,7 +274,8 @@ class Scripted:
     def __init__(self, texts: Sequence[str]):
         self.texts, self.prompts, self.given = list(texts), [], 0       # prompts: everything it was asked, for tests
 
-    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None,
+                 top_p: float = 1.0) -> list[list[Completion]]:
         self.prompts += prompts
         return [[self._next(prompt) for _ in range(n)] for prompt in prompts]
 
@@ -280,15 +288,17 @@ class Scripted:
         return dict(Policy.nothing)
 
 
-def generate(requests: Sequence[tuple[Policy, str]], n: int = 1, temperature: float | None = None, top_p: float = 1.0) -> list[list[Completion]]:
-    """n completions of each (policy, prompt), in the order of the requests. All prompts of one policy go in one call."""
+def generate(requests: Sequence[tuple[Policy, str]], n: int = 1, temperature: float | None = None,
+             top_p: float = 1.0) -> list[list[Completion]]:
+    """n completions of each (policy, prompt), in the order of the requests; all prompts of one policy in one call."""
     of_policy: dict[int, list[int]] = {}
     for i, (policy, _) in enumerate(requests):
         of_policy.setdefault(id(policy), []).append(i)
     results: list[list[Completion]] = [[] for _ in requests]
     for indices in of_policy.values():
         policy = requests[indices[0]][0]
-        for i, completions in zip(indices, policy.generate([requests[i][1] for i in indices], n, temperature, top_p)):
+        answers = policy.generate([requests[i][1] for i in indices], n, temperature, top_p)
+        for i, completions in zip(indices, answers):
             results[i] = completions
     return results
 
@@ -308,7 +318,7 @@ def pick_device() -> str:
 
 
 def load_model(name: str, device: str | None = None):
-    """A causal language model and its tokenizer, from a hub id or a local folder: bfloat16 on a GPU that has it, else float32."""
+    """A causal language model and its tokenizer, by hub id or folder; bfloat16 on a GPU that has it, else float32."""
     device = device or pick_device()
     dtype = torch.bfloat16 if device.startswith("cuda") and torch.cuda.is_bf16_supported() else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -316,14 +326,14 @@ def load_model(name: str, device: str | None = None):
     return model, tokenizer
 
 
-def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = "per-role", rank: int = 16, seed: int = 0,
-                  device: str | None = None, **policy_settings) -> dict[str, Policy]:
+def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = "per-role", rank: int = 16,
+                  seed: int = 0, device: str | None = None, **policy_settings) -> dict[str, Policy]:
     """One policy per role (or fewer) on one frozen base: the map σ from agents to policies.
 
     model: a hub id, a folder, or a pair (model, tokenizer); it is frozen, and changed in place by peft.
     sharing: "shared": one adapter for all; "per-role": one each, named after the role; "solver=a,verifier=a" or a dict:
         any map from roles to adapters. policy_settings go to every Policy: lr, max_new_tokens, temperature, ...
-    New adapters start as the base itself (LoRA's B is 0), in float32 also on a bfloat16 base, where small steps would vanish.
+    New adapters start as the base itself (LoRA's B is 0). They are float32 on a bfloat16 base too: small steps would vanish.
     Raises ValueError for a map that misses a role or names an adapter that peft cannot store.
     """
     roles = list(dict.fromkeys(role(agent) for agent in agents))
@@ -331,15 +341,17 @@ def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = 
         named = {"shared": dict.fromkeys(roles, "shared"), "per-role": {r: r for r in roles}}
         sharing = named[sharing] if sharing in named else dict(pair.partition("=")[::2] for pair in sharing.split(","))
     if set(sharing) != set(roles):
-        raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles {", ".join(roles)}')
+        raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles '
+                         f'{", ".join(roles)}')
     for name in sharing.values():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default" or name in "lora_":
-            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _; not default, nor a part of lora_: peft gives these a meaning")
+            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _, but not default nor a part of "
+                             "lora_, which mean something to peft")
 
     base, tokenizer = load_model(model, device) if isinstance(model, (str, os.PathLike)) else model
     plain_generation(base, tokenizer)
     torch.manual_seed(seed)                                     # LoRA's A is random
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, bias="none", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     adapters = list(dict.fromkeys(sharing[r] for r in roles))
     peft_model = get_peft_model(base, config, adapter_name=adapters[0])
     for name in adapters[1:]:
@@ -350,9 +362,11 @@ def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = 
 
 def plain_generation(model, tokenizer) -> None:
     """Replace the model's generation settings: those of hub models bring top-k, penalties and n-gram bans."""
-    eos = set(as_list(model.generation_config.eos_token_id) + as_list(model.config.eos_token_id) + as_list(tokenizer.eos_token_id))
+    named = (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id)
+    eos = {token for ids in named for token in as_list(ids)}
     if not eos:
-        raise ValueError("the model has no end-of-sequence token: neither its generation_config, its config nor its tokenizer names one")
+        raise ValueError("the model has no end-of-sequence token: neither its generation_config nor its config nor its "
+                         "tokenizer names one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = min(eos)       # safe: masks come from lengths, never from token values
     if tokenizer.chat_template is None:
@@ -380,78 +394,77 @@ def tree_rollout(envs: Sequence, policies: dict[str, Policy], branches: int, alp
 
     The tree is a spine: all K candidates are training samples, one of them has descendants. Agents that act at once all
     see the state at the start of the round; their candidates are scored in order, each against the winners so far.
-    The play is steered by rewards, so the finals' success is an oracle's, not the team's: compare methods in `evaluate`.
-    Returns the samples, at most K · agents · turns per env, and the envs at the end (copies: winners replace their parents).
+    The play is steered by rewards, so the finals' success is an oracle's and not the team's; `evaluate` has the team's.
+    Returns the samples, at most K · agents · turns per env, and the envs at the end (winners, so copies).
     """
     clock = Counter() if clock is None else clock
     envs, samples, nodes = list(envs), [], [() for _ in envs]
     while any(env.acting() for env in envs):
-        round_ = [(e, agent, env.observe(agent)) for e, env in enumerate(envs) for agent in env.acting()]
+        asked = [(e, agent, env.turn, env.observe(agent)) for e, env in enumerate(envs) for agent in env.acting()]
         with timed(clock, "generate"):
-            groups = generate([(policies[agent], prompt) for _, agent, prompt in round_], branches)
+            groups = generate([(policies[agent], prompt) for _, agent, _, prompt in asked], branches)
 
-        for wave in in_waves(list(zip(round_, groups))):            # one agent per env at a time, all envs side by side
-            copies = [[copy.deepcopy(envs[e]) for _ in group] for (e, _, _), group in wave]
+        for wave in in_waves([(*call, group) for call, group in zip(asked, groups)]):
+            states = [[copy.deepcopy(envs[e]) for _ in group] for e, _, _, _, group in wave]
             with timed(clock, "env"):
-                rewards = step_all([(state, agent, candidate.text) for ((_, agent, _), group), states in zip(wave, copies)
-                                    for state, candidate in zip(states, group)])
-            for ((e, agent, prompt), group), states in zip(wave, copies):
-                own, rewards = rewards[:len(group)], rewards[len(group):]
-                scores = [mixed_reward(r.team, r.local, alpha) for r in own]
+                paid = iter(step_all([(state, agent, candidate.text)
+                                      for (_, agent, _, _, group), copies in zip(wave, states)
+                                      for state, candidate in zip(copies, group)]))
+            for (e, agent, turn, prompt, group), copies in zip(wave, states):
+                rewards = [next(paid) for _ in group]
+                scores = [mixed_reward(r.team, r.local, alpha) for r in rewards]
                 best = scores.index(max(scores))
-                samples += [Sample(e, 0, agent, envs[e].turn, nodes[e], prompt, candidate, c == best, r.team, r.local, r.valid,
-                                   outcome=float(state.success())) for c, (candidate, r, state) in enumerate(zip(group, own, states))]
-                envs[e], nodes[e] = states[best], nodes[e] + (best,)
+                for c, (candidate, r, state) in enumerate(zip(group, rewards, copies)):
+                    samples.append(Sample(e, 0, agent, turn, nodes[e], prompt, candidate, c == best, r.team, r.local,
+                                          r.valid, outcome=float(state.success())))
+                envs[e], nodes[e] = copies[best], nodes[e] + (best,)
     for s in samples:
         s.turns = envs[s.env].turn
     check_groups(samples, branches)
     return samples, envs
 
 
-def parallel_rollout(envs: Sequence, policies: dict[str, Policy], branches: int, temperature: float | None = None, top_p: float = 1.0,
-                     clock: Counter | None = None) -> tuple[list[Sample], list]:
+def parallel_rollout(envs: Sequence, policies: dict[str, Policy], branches: int, temperature: float | None = None,
+                     top_p: float = 1.0, clock: Counter | None = None) -> tuple[list[Sample], list]:
     """K independent plays of every env: the sampler of GRPO and Dr. MAS, and of every evaluation.
 
-    Only the prompts of the first round are the same in the K plays; later ones differ, as each play has its own history.
+    Only the prompts of the first round are the same in the K plays; later ones differ, as each play has its history.
     Returns the samples and the final envs, K per env: those of env e stand at e * K ... e * K + K - 1.
     """
     clock = Counter() if clock is None else clock
     plays, samples = [copy.deepcopy(env) for env in envs for _ in range(branches)], []
-    started = [False] * len(plays)
+    first_round = True                          # the K plays of an env part at their first action
     while any(play.acting() for play in plays):
-        round_ = [(p, agent, play.observe(agent)) for p, play in enumerate(plays) for agent in play.acting()]
-        turns = [play.turn for play in plays]
+        asked = [(p, agent, play.turn, play.observe(agent)) for p, play in enumerate(plays) for agent in play.acting()]
         with timed(clock, "generate"):
-            answers = generate([(policies[agent], prompt) for _, agent, prompt in round_], 1, temperature, top_p)
-        for wave in in_waves(list(zip(round_, answers))):
+            answers = generate([(policies[agent], prompt) for _, agent, _, prompt in asked], 1, temperature, top_p)
+        for wave in in_waves([(*call, answer) for call, (answer,) in zip(asked, answers)]):
             with timed(clock, "env"):
-                rewards = step_all([(plays[p], agent, answer.text) for (p, agent, _), (answer,) in wave])
-            for ((p, agent, prompt), (answer,)), r in zip(wave, rewards):
+                rewards = step_all([(plays[p], agent, answer.text) for p, agent, _, _, answer in wave])
+            for (p, agent, turn, prompt, answer), r in zip(wave, rewards):
                 e, k = divmod(p, branches)
-                node = (k,) if started[p] else ()       # the K plays part at the first action
-                samples.append(Sample(e, k, agent, turns[p], node, prompt, answer, True, r.team, r.local, r.valid))
-        for p, _, _ in round_:
-            started[p] = True
+                node = () if first_round else (k,)
+                samples.append(Sample(e, k, agent, turn, node, prompt, answer, True, r.team, r.local, r.valid))
+        first_round = False
     for s in samples:
         final = plays[s.env * branches + s.rollout]
         s.outcome, s.turns = float(final.success()), final.turn
     return samples, plays
 
 
-def in_waves(calls: list) -> Iterator[list]:
-    """Cut one round's calls, ((env, agent, prompt), ...), so that a wave holds at most one agent of each env, in order."""
+def in_waves(calls: list[tuple]) -> Iterator[list[tuple]]:
+    """Cut one round's calls, (env, agent, ...), so that a wave holds at most one agent of each env, in their order."""
     place, waves = Counter(), {}
     for call in calls:
-        env = call[0][0]
-        waves.setdefault(place[env], []).append(call)
-        place[env] += 1
+        waves.setdefault(place[call[0]], []).append(call)
+        place[call[0]] += 1
     yield from waves.values()
 
 
 def step_all(jobs: list[tuple]) -> list:
-    """env.step(agent, text) for every job (env, agent, text), side by side: a step may wait for a program. The papers' env workers."""
+    """env.step(agent, text) for all (env, agent, text) side by side, as a step may wait for a program: the env workers."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda job: job[0].step(job[1], job[2]), jobs))
+        return list(pool.map(lambda job: job[0].step(*job[1:]), jobs))
 
 
 @contextmanager
@@ -468,7 +481,8 @@ def check_groups(samples: list[Sample], branches: int) -> None:
         groups.setdefault((s.env, s.agent, s.turn, s.node), []).append(s.prompt)
     for key, prompts in groups.items():
         if len(prompts) != branches or len(set(prompts)) > 1:
-            raise RuntimeError(f"group {key} has {len(prompts)} samples of {len(set(prompts))} prompts; needed are {branches} samples of one prompt")
+            raise RuntimeError(f"group {key} has {len(prompts)} samples of {len(set(prompts))} prompts; needed are "
+                               f"{branches} samples of one prompt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,13 +496,14 @@ def credit(samples: list[Sample], method: str | Method, alpha: float = 1.0, pena
         outcome:  R - c · 1[the text could not be parsed]     R = 1 if the rollout ended in success, c = penalty
         step:     α · team + local of this very action        AT-GRPO Eq. 3
 
-    score_per "rollout": every call of a rollout gets the mean over the rollout's calls, so that all answer for one slip.
+    score_per "rollout": every call of a rollout gets the mean over the rollout's calls: all answer for one's slip.
     """
     method = METHODS[method] if isinstance(method, str) else method
     if method.credit not in ("outcome", "step"):
         raise ValueError(f'credit is {method.credit!r}; allowed are "outcome" and "step"')
+    outcome = method.credit == "outcome"
     for s in samples:
-        s.reward = s.outcome - penalty * (not s.valid) if method.credit == "outcome" else mixed_reward(s.team, s.local, alpha)
+        s.reward = s.outcome - penalty * (not s.valid) if outcome else mixed_reward(s.team, s.local, alpha)
     if method.score_per == "rollout":
         of_rollout: dict[tuple, list[Sample]] = {}
         for s in samples:
@@ -504,12 +519,13 @@ def assign_advantages(samples: list[Sample], method: str | Method) -> None:
     method = METHODS[method] if isinstance(method, str) else method
     mean_keys, mean_units = pool_of(samples, method.mean)
     std_keys, std_units = pool_of(samples, method.std) if method.std else (False, None)
-    advantages = group_advantages([s.reward for s in samples], mean_keys, std_keys, mean_units, std_units, method.leave_one_out)
+    rewards = [s.reward for s in samples]
+    advantages = group_advantages(rewards, mean_keys, std_keys, mean_units, std_units, method.leave_one_out)
     for s, advantage in zip(samples, advantages.tolist()):
         s.advantage = advantage
 
 
-def pool_of(samples: list[Sample], pool) -> tuple[list[tuple], list[tuple] | None]:
+def pool_of(samples: list[Sample], pool: Pool) -> tuple[list[tuple], list[tuple] | None]:
     """Keys and units of a Pool for `group_advantages`."""
     keys = [tuple(getattr(s, field) for field in pool.by) for s in samples]
     return keys, [(s.env, s.rollout) for s in samples] if pool.unit == "rollout" else None
@@ -543,14 +559,17 @@ def distinct(policies: dict[str, Policy]) -> list[Policy]:
     return list({id(p): p for p in policies.values()}.values())
 
 
-def step_metrics(samples: list[Sample], finals: list, method: Method, policies: dict[str, Policy], updates: dict, clock: Counter) -> dict[str, float | None]:
+def step_metrics(samples: list[Sample], finals: list, method: Method, policies: dict[str, Policy], updates: dict,
+                 clock: Counter) -> dict[str, float | None]:
     """One flat dict per step, with the same keys in every step; None where nothing was measured."""
     guided = "success_guided" if method.sampler == "tree" else "success"
     groups: dict[tuple, list[Sample]] = {}
     for s, key in zip(samples, pool_of(samples, method.mean)[0]):
         groups.setdefault(key, []).append(s)
-    factors = inflation_factor([s.outcome for s in samples], [s.env for s in samples], [(s.env, s.rollout) for s in samples],
-                               [s.agent for s in samples]) if method.sampler == "parallel" else {}
+    factors = {}
+    if method.sampler == "parallel":        # a tree has one rollout per env, and so no spread between rollouts
+        columns = zip(*[(s.outcome, s.env, (s.env, s.rollout), s.agent) for s in samples])
+        factors = inflation_factor(*columns) if samples else {}
 
     metrics = {guided: mean([env.success() for env in finals]), "turns": mean([env.turn for env in finals])}
     for agent in policies:
@@ -583,8 +602,8 @@ def mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperature: float | None = None, top_p: float | None = None,
-             seed: int = 0) -> dict[str, float]:
+def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperature: float | None = None,
+             top_p: float | None = None, seed: int = 0) -> dict[str, float]:
     """Success of the team without any tree, on freshly reset envs; leaves every random stream as it was.
 
     k = 1 plays greedily, more plays sample at temperature .6 and top_p .95 (both papers), unless told otherwise.
@@ -598,7 +617,8 @@ def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperatur
     successes = np.array([env.success() for env in finals], dtype=float).reshape(len(envs), k)     # (problems, k)
     metrics = {"eval/success": avg_at_k(successes), "eval/turns": mean([env.turn for env in finals])}
     if k > 1:
-        metrics |= {f"eval/avg@{k}": avg_at_k(successes), f"eval/pass@{k}": mean([pass_at_k(k, int(c), k) for c in successes.sum(1)])}
+        passes = [pass_at_k(k, int(c), k) for c in successes.sum(1)]
+        metrics |= {f"eval/avg@{k}": avg_at_k(successes), f"eval/pass@{k}": mean(passes)}
     return metrics
 
 
@@ -621,12 +641,15 @@ def save_checkpoint(folder: str | Path, policies: dict[str, Policy], step: int) 
 
 
 def load_checkpoint(folder: str | Path, policies: dict[str, Policy]) -> int:
-    """Read the adapters of `save_checkpoint` into policies of the same names; returns the step. Raises FileNotFoundError."""
+    """Read the adapters of `save_checkpoint` into policies of the same names; returns the step.
+
+    Raises FileNotFoundError if one is missing."""
     folder = Path(folder)
     for policy in distinct(policies):
         if not (folder / policy.adapter / "adapter_config.json").exists():
             raise FileNotFoundError(f"{folder} has no adapter {policy.adapter}")
-        set_peft_model_state_dict(policy.model, load_peft_weights(folder / policy.adapter, device=str(policy.model.device)), adapter_name=policy.adapter)
+        weights = load_peft_weights(folder / policy.adapter, device=str(policy.model.device))
+        set_peft_model_state_dict(policy.model, weights, adapter_name=policy.adapter)
     return json.loads((folder / "step.json").read_text())["step"]
 
 
@@ -637,8 +660,8 @@ def load_checkpoint(folder: str | Path, policies: dict[str, Policy]) -> int:
 # The usual initializer_range of .02 is too small for so small a model. Skill first, slips later: `skill` is the share of
 # steps in which the expert is imitated, before the imperfect teacher is.
 TINY = dict(width=64, layers=2, heads=4, initializer_range=0.08, plays=1000, steps=800, batch=32, lr=5e-3, skill=0.7)
-WORD = r" ?(?:</?[a-z]+>|```(?:python)?|\\boxed\{|[A-Za-z]+|[0-9]|[^\sA-Za-z0-9])|\s"      # a word with the space before it, or a digit
-CHAT = ("{% for message in messages %}<user>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+WORD = r" ?(?:</?[a-z]+>|```(?:python)?|\\boxed\{|[A-Za-z]+|[0-9]|[^\sA-Za-z0-9])|\s"      # with the space before it
+CHAT = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path | None = None):
@@ -647,7 +670,7 @@ def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path 
     Made on first use, in one or two minutes, then kept in cache (default: $XDG_CACHE_HOME or ~/.cache, under mas_rl/) in a
     folder named by a hash of what it depends on: the first plays of its teacher, the recipe, the seed.
     """
-    some = teacher_lessons(make_env, Random(f"{seed}/imitation"), plays=20)      # enough to notice another wording or another slip
+    some = teacher_lessons(make_env, Random(f"{seed}/imitation"), plays=20)     # enough to notice another wording or slip
     key = hashlib.sha256(json.dumps([TINY, WORD, CHAT, seed, some]).encode()).hexdigest()[:16]
     cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mas_rl"
     folder = cache / f"tiny-{key}"
@@ -669,44 +692,50 @@ def teacher_lessons(make_env: Callable[[], object], rng: Random, plays: int) -> 
     for env in envs:
         env.reset(rng)
     while any(env.acting() for env in envs):
-        calls = [((e, agent, env.observe(agent)), env.solve(agent), env.slip(agent, rng)) for e, env in enumerate(envs) for agent in env.acting()]
-        lessons += [(prompt, right, said) for (_, _, prompt), right, said in calls]
+        calls = [(e, agent, env.observe(agent), env.solve(agent), env.slip(agent, rng))
+                 for e, env in enumerate(envs) for agent in env.acting()]
+        lessons += [tuple(texts) for _, _, *texts in calls]
         for wave in in_waves(calls):
-            step_all([(envs[e], agent, said) for (e, agent, _), _, said in wave])
+            step_all([(envs[e], agent, said) for e, agent, _, _, said in wave])
     return lessons
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Whole words and single digits, each with and without the space before it; decoding gives the text back exactly."""
+    """Whole words and single digits, with and without a space before them; decoding gives the text back exactly."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<pad>", "<unk>", "<eos>", "<user>", "<assistant>"]
     split = pre_tokenizers.Split(Regex(WORD), "isolated")
     words = {word for text in set(texts) for word, _ in split.pre_tokenize_str(text)} | set("0123456789")
     words |= {word.strip() for word in words if word.strip()} | {" " + word.strip() for word in words if word.strip()}
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + sorted(words))}, unk_token="<unk>"))
+    vocabulary = {word: i for i, word in enumerate(special + sorted(words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>",
                                    additional_special_tokens=["<user>", "<assistant>"], chat_template=CHAT)
 
 
 def imitate(lessons: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerFast, seed: int):
-    """Train the tiny model from scratch on the lessons, by next-token prediction of what the expert, then the teacher, said."""
+    """Train a Llama from scratch to say what the expert, then the teacher, said to each prompt."""
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=TINY["width"], intermediate_size=4 * TINY["width"], num_hidden_layers=TINY["layers"],
-                         num_attention_heads=TINY["heads"], max_position_embeddings=1024, initializer_range=TINY["initializer_range"],
-                         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=TINY["width"], intermediate_size=4 * TINY["width"],
+        num_hidden_layers=TINY["layers"], num_attention_heads=TINY["heads"], max_position_embeddings=1024,
+        initializer_range=TINY["initializer_range"], tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model, rng = LlamaForCausalLM(config), Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["lr"], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["lr"], total_steps=TINY["steps"], pct_start=0.1)
     for step in tqdm(range(TINY["steps"]), desc="making the tiny base, once", leave=False):
         said = 1 if step < TINY["skill"] * TINY["steps"] else 2     # the expert's answer, then the teacher's
-        batch = [(f"<user>{lesson[0]}<assistant>", lesson[said] + "<eos>") for lesson in rng.choices(lessons, k=TINY["batch"])]
-        ids = tokenizer([a + b for a, b in batch], padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
-        asked = torch.tensor([len(tokenizer(a, add_special_tokens=False).input_ids) for a, _ in batch])         # (B,)
-        place = torch.arange(ids.input_ids.shape[1])                                                          # (L,)
-        learned = (place >= asked[:, None]) & ids.attention_mask.bool()                                       # (B, L)
-        loss = model(input_ids=ids.input_ids, attention_mask=ids.attention_mask, labels=ids.input_ids.where(learned, -100)).loss
+        batch = rng.choices(lessons, k=TINY["batch"])
+        asked = [f"<user>{lesson[0]}<assistant>" for lesson in batch]
+        texts = [prompt + lesson[said] + "<eos>" for prompt, lesson in zip(asked, batch)]
+        ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=False)
+        lengths = torch.tensor([len(x) for x in tokenizer(asked).input_ids])                            # (B,)
+        answer = torch.arange(ids.input_ids.shape[1]) >= lengths[:, None]                               # (B, L)
+        labels = ids.input_ids.where(answer & ids.attention_mask.bool(), -100)                          # (B, L)
+        loss = model(**ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -42,55 +42,60 @@ def number(kind: type, least: float, most: float = float("inf")):
             value = None
         if value is None or not least <= value <= most or value == float("inf"):
             limits = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} {limits}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number {limits}")
         return value
     return parse
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False)
+    positive, count, share = number(int, 1), number(int, 0), number(float, 0)
+
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="math", help="which team works on what (math)")
-    add("--single-agent", action="store_true", help="only the agent that answers, for one turn: the baseline of both papers")
-    add("--turns", type=number(int, 1), metavar="T", help="most turns (math-verify: rounds) of a play (4; math-verify and the tiny model: 2)")
-    add("--level", type=int, choices=LEVELS, default=2, help="difficulty of generated problems (2: sums of two two-digit numbers)")
+    add("--single-agent", action="store_true", help="only the agent that answers, one turn: both papers' baseline")
+    add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify, tiny: 2)")
+    add("--level", type=int, choices=LEVELS, default=2, help="of generated problems (2: sums of two two-digit numbers)")
     add("--data", metavar="FILE", help="problems to train on, .jsonl or .json, in place of generated ones")
-    add("--eval-data", metavar="FILE", nargs="+", help="problems to evaluate on (without it: one in five of --data is kept for that)")
+    add("--eval-data", metavar="FILE", nargs="+", help="problems to evaluate on (else one in five of --data is kept)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="tiny", help='hub id or folder of a causal language model, or "tiny", made on first use (tiny)')
-    add("--sharing", default="per-role", help="per-role: a LoRA adapter for each role; shared: one for all; role=name,...: any map (per-role)")
-    add("--rank", type=number(int, 1), default=16, help="LoRA rank; LoRA's alpha is twice that (16)")
-    add("--max-new-tokens", type=number(int, 1), metavar="N", help="most tokens of a completion (1024; tiny: 24 x level)")
+    add("--model", default="tiny", help='hub id or folder of a causal language model (tiny: made on first use)')
+    add("--sharing", default="per-role", help="LoRA adapters: per-role, shared, or any map role=name,... (per-role)")
+    add("--rank", type=positive, default=16, help="LoRA rank; LoRA's own alpha is twice that (16)")
+    add("--max-new-tokens", type=positive, metavar="N", help="most tokens of a completion (1024; tiny: 24 x level)")
     add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
     add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
-    add("--threads", type=number(int, 1), help="CPU threads (as torch chooses; tiny: 1)")
-    add("--batch-tokens", type=number(int, 1), default=16384, metavar="N", help="most tokens in one forward pass: lower it if memory runs out (16384)")
+    add("--threads", type=positive, help="CPU threads (as torch chooses; tiny: 1)")
+    add("--batch-tokens", type=positive, default=16384, metavar="N",
+        help="most tokens in one forward pass; lower it if memory runs out (16384)")
 
     add = parser.add_argument_group("method").add_argument
     add("--method", choices=METHOD_NAMES, default="at-grpo", help="a row of the table in algorithms.py (at-grpo)")
-    add("--envs", type=number(int, 1), default=16, metavar="E", help="problems per step (16)")
-    add("--branches", type=number(int, 2), metavar="K", help="candidates per call of the tree (4), or parallel plays per problem (8)")
-    add("--alpha", type=number(float, 0), default=1.0, help="weight of the team reward in step credit, AT-GRPO Eq. 3 (1.0)")
-    add("--invalid-penalty", type=number(float, 0), default=0.1, metavar="C", help="outcome credit: cost of a text that cannot be parsed (0.1)")
+    add("--envs", type=positive, default=16, metavar="E", help="problems per step (16)")
+    add("--branches", type=number(int, 2), metavar="K", help="candidates per call of a tree (4), else plays per problem (8)")
+    add("--alpha", type=share, default=1.0, help="weight of the team reward in step credit, AT-GRPO Eq. 3 (1.0)")
+    add("--invalid-penalty", type=share, default=0.1, metavar="C",
+        help="what a text that cannot be parsed costs in outcome credit (0.1)")
 
     add = parser.add_argument_group("update").add_argument
-    add("--steps", type=number(int, 0), help="training steps (200; tiny: 20)")
-    add("--lr", type=number(float, 0), help="learning rate of AdamW (1e-5; tiny: 1e-3)")
-    add("--epochs", type=number(int, 1), default=1, help="optimizer steps per batch (1: exactly on-policy)")
+    add("--steps", type=count, help="training steps (200; tiny: 20)")
+    add("--lr", type=share, help="learning rate of AdamW (1e-5; tiny: 1e-3)")
+    add("--epochs", type=positive, default=1, help="optimizer steps per batch (1: exactly on-policy)")
     add("--clip", type=number(float, 0, 1), default=0.2, help="the ratio is clipped to 1 - clip ... 1 + clip (0.2)")
-    add("--kl", type=number(float, 0), default=0.0, help="weight of the KL divergence to the base in the loss (0)")
-    add("--loss-mean", choices=("token", "sequence"), default="token", help="mean over all tokens of the batch, or over samples (token)")
+    add("--kl", type=share, default=0.0, help="weight in the loss of the KL divergence to the base (0)")
+    add("--loss-mean", choices=("token", "sequence"), default="token", help="mean over tokens, or over samples (token)")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--eval-every", type=number(int, 1), metavar="STEPS", help="evaluate every so many steps, and before and after (20; tiny: 10)")
-    add("--eval-n", type=number(int, 0), default=200, metavar="N", help="problems per evaluation, of each file (200; 0: no evaluation)")
-    add("--eval-k", type=number(int, 1), default=1, metavar="K", help="plays per problem: 1 is greedy, more give avg@K and pass@K (1)")
-    add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of a run's folder")
-    add("--show", type=number(int, 0), default=0, metavar="N", help="with --evaluate: print N whole plays, and for a tree one group")
+    add("--eval-every", type=positive, metavar="STEPS", help="also before the first step and after the last (20; tiny: 10)")
+    add("--eval-n", type=count, default=200, metavar="N", help="problems, of each file; 0: no evaluation (200)")
+    add("--eval-k", type=positive, default=1, metavar="K", help="plays per problem: greedy if 1, else avg@K, pass@K (1)")
+    add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of this folder")
+    add("--show", type=count, default=0, metavar="N", help="with --evaluate: print N plays, and one group of a tree")
 
     add = parser.add_argument_group("run").add_argument
-    add("--seed", type=number(int, 0), default=0, help="of problems, adapters and sampling (0)")
+    add("--seed", type=count, default=0, help="of problems, adapters and sampling (0)")
     add("--out", metavar="DIR", help="the run's folder (runs/<task>-<method>-seed<seed>)")
     return parser
 
@@ -111,11 +116,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
         tiny = args.model == "tiny"
         if tiny and (args.data or args.eval_data):
-            raise ValueError("--data and --eval-data need a real model, as the tiny one knows only the words of generated problems; give --model")
+            raise ValueError("--data and --eval-data need a real model, given with --model: the tiny one knows only the "
+                             "words of generated problems")
         if args.eval_data and not args.eval_n:
             raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
-        for name, for_tiny, for_real in (("turns", 2, 2 if args.task == "math-verify" else 4), ("max_new_tokens", 24 * args.level, 1024),
-                                         ("steps", 20, 200), ("lr", 1e-3, 1e-5), ("eval_every", 10, 20)):
+        defaults = {"turns": (2, 2 if args.task == "math-verify" else 4), "max_new_tokens": (24 * args.level, 1024),
+                    "steps": (20, 200), "lr": (1e-3, 1e-5), "eval_every": (10, 20)}
+        for name, (for_tiny, for_real) in defaults.items():
             if getattr(args, name) is None:
                 setattr(args, name, for_tiny if tiny else for_real)
         check_sharing(args.sharing, TASKS[args.task](single_agent=args.single_agent).agents)
@@ -136,14 +143,16 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
     """Fill args from the run's config.json. Raises ValueError if there is none, or if a flag contradicts it."""
     run = Path(args.evaluate)
     if not run.is_dir():
-        raise ValueError(f"--evaluate {run}: no such folder; runs that are there: {', '.join(map(str, sorted(run.parent.glob('*/config.json'))[:9])) or 'none'}")
+        runs = ", ".join(str(config.parent) for config in sorted(run.parent.glob("*/config.json"))[:9])
+        raise ValueError(f"--evaluate {run}: no such folder; runs that are there: {runs or 'none'}")
     try:
         config = json.loads((run / "config.json").read_text())
     except (OSError, ValueError):
         raise ValueError(f"--evaluate {run}: its config.json is missing or damaged; is this the folder of a run?") from None
     for name, value in config.items():
         if name in given and name not in FREE_IN_EVALUATION and given[name] != value:
-            raise ValueError(f"--{name.replace('_', '-')} {given[name]} contradicts the run, which has {value}; leave the flag out")
+            flag = f"--{name.replace('_', '-')} {given[name]}"
+            raise ValueError(f"{flag} contradicts the run, which has {value}; leave the flag out")
         if name not in given:
             setattr(args, name, value)
     if not newest_checkpoint(run):
@@ -158,10 +167,13 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
     """Raise ValueError unless sharing is a word or a map of exactly the roles."""
     if sharing in ("shared", "per-role"):
         return
-    roles, pairs = {agent.rstrip("0123456789") for agent in agents}, [pair.partition("=") for pair in sharing.split(",")]
-    if {r for r, _, _ in pairs} != roles or not all(re.fullmatch(r"[A-Za-z0-9_-]+", name) and name != "default" and name not in "lora_" for _, _, name in pairs):
-        example = ",".join(f"{r}=team" for r in sorted(roles))
-        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _) for every role, like {example}")
+    roles = {agent.rstrip("0123456789") for agent in agents}
+    names = dict(pair.partition("=")[::2] for pair in sharing.split(","))
+    good = all(re.fullmatch(r"[A-Za-z0-9_-]+", n) and n != "default" and n not in "lora_" for n in names.values())
+    if set(names) != roles or not good:
+        example = ",".join(f"{role}=team" for role in sorted(roles))
+        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _) for "
+                         f"every role, like {example}")
 
 
 def check_device(device: str | None) -> None:
@@ -180,7 +192,8 @@ def read_problems(args: argparse.Namespace) -> dict:
     kept = {p.question for problems in evals.values() for p in problems}
     train = [p for p in train if p.question not in kept] if args.data else None
     if args.data and (not train or not all(evals.values())):
-        raise ValueError(f"{args.data}: too few problems to train on some and evaluate on others; give --eval-data FILE, or --eval-n 0")
+        raise ValueError(f"{args.data}: too few problems to train on some and evaluate on others; give --eval-data FILE, "
+                         "or --eval-n 0")
     return {"train": train, "eval": evals}
 
 
@@ -189,7 +202,8 @@ def check_model(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors")):
-            raise ValueError(f"--model {name}: the folder has no config.json with *.safetensors beside it; needed is a model saved by transformers")
+            raise ValueError(f"--model {name}: the folder has no config.json with *.safetensors beside it; needed is a "
+                             "model saved by transformers")
         return str(path)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise ValueError(f'--model {name}: no such folder, and no hub id like Qwen/Qwen3-1.7B; "tiny" needs no download')
@@ -215,7 +229,7 @@ def make_folder(args: argparse.Namespace) -> str:
         out.mkdir(parents=True, exist_ok=True)
         write_config(out, args)
     except OSError as error:
-        raise ValueError(f"{'--out ' * bool(args.out)}{out}: cannot be written ({error.strerror}); give --out a folder of yours") from None
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); give a folder of yours") from None
     return str(out)
 
 
@@ -246,11 +260,14 @@ def eval_sets(args: argparse.Namespace) -> dict[str, list]:
     """The same fresh problems at every evaluation: {"": envs} for generated ones, else {file: envs}, each problem once."""
     sets = {}
     for name, problems in (args.problems["eval"] or {"": None}).items():
-        rng = Random(f"{args.seed}/eval")
-        rows = [None] * args.eval_n if problems is None else [[p] for p in rng.sample(problems, min(args.eval_n, len(problems)))]
-        sets[name] = [make_env(args, "eval", row) for row in rows]
-        for t, env in enumerate(sets[name]):
+        if problems is None:
+            envs = [make_env(args, "eval") for _ in range(args.eval_n)]
+        else:
+            chosen = Random(f"{args.seed}/eval").sample(problems, min(args.eval_n, len(problems)))
+            envs = [make_env(args, "eval", [problem]) for problem in chosen]
+        for t, env in enumerate(envs):
             env.reset(Random(f"{args.seed}/eval/0/{t}"))
+        sets[name] = envs
     return sets
 
 
@@ -271,21 +288,24 @@ def build_policies(args: argparse.Namespace) -> dict:
             model.to(device)
         else:
             model, tokenizer = load_model(args.model, device)
+        policies = load_policies((model, tokenizer), make_env(args, "train").agents, args.sharing, rank=args.rank,
+                                 seed=args.seed, lr=args.lr, max_new_tokens=args.max_new_tokens,
+                                 temperature=args.temperature, batch_tokens=args.batch_tokens)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        sys.stderr.write(f"train.py: model {args.model} cannot be loaded on {device}: {str(error).strip().splitlines()[0]}\n")
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        sys.stderr.write(f"train.py: --model {args.model} cannot be loaded on {device}: {reason}\n")
         sys.exit(2)
-    policies = load_policies((model, tokenizer), make_env(args, "train").agents, args.sharing, rank=args.rank, seed=args.seed, lr=args.lr,
-                             max_new_tokens=args.max_new_tokens, temperature=args.temperature, batch_tokens=args.batch_tokens)
     adapters = distinct(policies)
-    base = adapters[0].model.get_base_model()
-    trained = [sum(p.numel() for p in policy.parameters) for policy in adapters]
-    size = sum(p.numel() for p in base.parameters()) - sum(trained)
-    print(f"model {args.model}: {size:,} parameters, frozen; {sum(trained):,} train, in {len(adapters)} LoRA adapter{'s' * (len(adapters) > 1)} "
-          f"of rank {args.rank} ({', '.join(p.adapter for p in adapters)}); device {device}, {str(base.dtype)[6:]}, "
-          f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}", flush=True)
+    trained = sum(p.numel() for policy in adapters for p in policy.parameters)
+    frozen = sum(p.numel() for p in adapters[0].model.parameters()) - trained
+    names, threads = ", ".join(policy.adapter for policy in adapters), torch.get_num_threads()
+    print(f"model {args.model}: {frozen:,} parameters, frozen; {trained:,} train, in {len(adapters)} LoRA adapter"
+          f"{'s' * (len(adapters) > 1)} of rank {args.rank} ({names}); device {device}, {str(model.dtype)[6:]}, "
+          f"{threads} CPU thread{'s' * (threads > 1)}", flush=True)
     if args.model == "tiny":
-        print(f"  a small Llama that was taught this task by a teacher who makes mistakes; ready in {time.perf_counter() - start:.0f} s, kept in "
-              f"{base.config._name_or_path}\n  for a real model: --model Qwen/Qwen3-1.7B, or any folder that transformers loads", flush=True)
+        print(f"  a small Llama that was taught this task by a teacher who makes mistakes; ready in "
+              f"{time.perf_counter() - start:.0f} s, kept in {model.config._name_or_path}\n"
+              "  for a real model: --model Qwen/Qwen3-1.7B, or any folder that transformers loads", flush=True)
     return policies
 
 
@@ -311,8 +331,9 @@ def train(args: argparse.Namespace) -> None:
     bar = tqdm(range(1, args.steps + 1), unit="step", disable=not args.steps)
     try:
         for step in bar:
-            metrics, samples = train_step(reset_envs(args, step), policies, args.method, args.branches, args.alpha, args.invalid_penalty,
-                                          epochs=args.epochs, clip=args.clip, kl_coef=args.kl, aggregate=args.loss_mean)
+            metrics, samples = train_step(reset_envs(args, step), policies, args.method, args.branches, args.alpha,
+                                          args.invalid_penalty, epochs=args.epochs, clip=args.clip, kl_coef=args.kl,
+                                          aggregate=args.loss_mean)
             last = step == args.steps
             evaluated = evaluate_all(args, policies, sets) if last or step % args.eval_every == 0 else {}
             log.transcript(step, samples)
@@ -330,7 +351,8 @@ def train(args: argparse.Namespace) -> None:
         sys.exit(f"stopped after step {done}; the adapters are saved. python train.py --evaluate {run} scores them")
     first, final = log.rows[0].get("eval/success"), log.rows[-1].get("eval/success")
     if args.steps and final is not None:
-        print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after {args.steps} steps and {log.minutes():.1f} minutes")
+        print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after "
+              f"{args.steps} steps and {log.minutes():.1f} minutes")
     print(f"everything is in {run}; next: python train.py --evaluate {run} --show 3")
 
 
@@ -343,7 +365,8 @@ def evaluate_all(args: argparse.Namespace, policies: dict, sets: dict[str, list]
     results = {name: evaluate(envs, policies, args.eval_k, seed=args.seed) for name, envs in sets.items()}
     metrics = {key: sum(r[key] for r in results.values()) / len(results) for key in next(iter(results.values()))}
     if len(results) > 1:
-        metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for name, r in results.items() for key, value in r.items()}
+        for name, result in results.items():
+            metrics |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in result.items()}
     return metrics
 
 
@@ -356,7 +379,8 @@ def score(args: argparse.Namespace) -> None:
     checkpoint = newest_checkpoint(args.evaluate)
     step = load_checkpoint(checkpoint, policies)
     metrics = evaluate_all(args, policies, sets)
-    print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+    numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
+    print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: {numbers}")
     envs = [env for envs in sets.values() for env in envs][:args.show]
     if envs:
         samples, _ = parallel_rollout(envs, policies, 1, temperature=0.0)
@@ -366,7 +390,7 @@ def score(args: argparse.Namespace) -> None:
             samples, _ = tree_rollout(envs, policies, args.branches, args.alpha)
             credit(samples, args.method, args.alpha, args.invalid_penalty)
             assign_advantages(samples, args.method)
-            first = next((s for s in samples if s.advantage != 0), samples[0])       # a group that says something, if there is one
+            first = next((s for s in samples if s.advantage != 0), samples[0])      # a group with a signal, if there is one
             show_group([s for s in samples if (s.env, s.agent, s.node) == (first.env, first.agent, first.node)])
 
 
@@ -404,25 +428,31 @@ class Log:
         self.show(row, bar)
 
     def show(self, row: dict, bar) -> None:
-        success = row.get("success", row.get("success_guided"))
-        words = {"success": success} | {a: row[f"reward/{a}"] for a in self.agents} | {"silent": max((row[f"silent/{a}"] or 0 for a in self.agents))}
-        if bar is not None:
-            bar.set_postfix({k: f"{v:.2f}" for k, v in words.items() if v is not None})
+        def of_agents(kind: str) -> dict[str, str]:
+            return {a: f"{row[f'{kind}/{a}']:.2f}" for a in self.agents if row[f"{kind}/{a}"] is not None}
+
+        success, rewards, silent = row.get("success", row.get("success_guided")), of_agents("reward"), of_agents("silent")
         evaluated = ", ".join(f"{k[5:]} {v:.3f}" for k, v in row.items() if k.startswith("eval/") and v is not None)
-        if row["step"] and (evaluated or row["step"] % self.every == 0):
-            rewards = ", ".join(f"{a} {row[f'reward/{a}']:.2f}" for a in self.agents if row[f"reward/{a}"] is not None)
-            silent = ", ".join(f"{a} {row[f'silent/{a}']:.2f}" for a in self.agents if row[f"silent/{a}"] is not None)
-            line = f"step {row['step']:>4}  success in training {success:.2f} | reward {rewards} | silent {silent}"
-            bar.write(line + (f" | unseen problems: {evaluated}" if evaluated else ""))
-        elif evaluated:
-            print(f"before training, unseen problems: {evaluated}", flush=True)
+        if bar is None:
+            if evaluated:
+                print(f"before training, unseen problems: {evaluated}", flush=True)
+            return
+        bar.set_postfix({"success": f"{success:.2f}", **rewards, "silent": max(silent.values(), default="-")})
+        if evaluated or row["step"] % self.every == 0:
+            said = [" ".join([kind, ", ".join(f"{agent} {value}" for agent, value in values.items())])
+                    for kind, values in (("reward", rewards), ("silent", silent))]
+            said += [f"unseen problems: {evaluated}"] if evaluated else []
+            bar.write(f"step {row['step']:>4}  success in training {success:.2f} | " + " | ".join(said))
 
     def transcript(self, step: int, samples: list) -> None:
         """All calls of the step's first env."""
-        fields = ("env", "rollout", "agent", "turn", "node", "prompt", "chosen", "team", "local", "valid", "outcome", "reward", "advantage")
+        fields = ("env", "rollout", "agent", "turn", "node", "chosen", "team", "local", "valid", "outcome", "reward",
+                  "advantage", "prompt")
         with open(self.run / "transcripts.jsonl", "a") as f:
-            for s in (s for s in samples if s.env == 0):
-                f.write(json.dumps({"step": step} | {name: getattr(s, name) for name in fields} | {"completion": s.completion.text}) + "\n")
+            for s in samples:
+                if s.env == 0:
+                    call = {name: getattr(s, name) for name in fields}
+                    f.write(json.dumps({"step": step} | call | {"completion": s.completion.text}) + "\n")
 
 
 def standardised(values: list[float]) -> float | None:
@@ -436,34 +466,39 @@ def standardised(values: list[float]) -> float | None:
 
 def show_play(number: int, samples: list) -> None:
     """A whole play, call by call."""
-    print(f"\n{'=' * 20} play {number + 1}: {'success' if samples[0].outcome else 'failure'} after {samples[0].turns} turn(s) {'=' * 20}")
+    first = samples[0]
+    title = f"play {number + 1}: {'success' if first.outcome else 'failure'} after {first.turns} turn{'s' * (first.turns != 1)}"
+    print(f"\n{'=' * 20} {title} {'=' * 20}")
     for s in samples:
-        print(f"\n--- turn {s.turn}, {s.agent} is asked:\n{s.prompt}\n--- {s.agent} answers (team reward {s.team:g}, local {s.local:g}"
-              f"{'' if s.valid else ', could not be parsed'}):\n{s.completion.text}")
+        earned = f"team reward {s.team:g}, local {s.local:g}" + ", could not be parsed" * (not s.valid)
+        print(f"\n--- turn {s.turn}, {s.agent} is asked:\n{s.prompt}\n--- {s.agent} answers ({earned}):\n{s.completion.text}")
 
 
 def show_group(samples: list) -> None:
     """One group of the tree: K candidates of one prompt, and the one that walked on."""
     first = samples[0]
-    print(f"\n{'=' * 20} one group of the tree: {first.agent}, turn {first.turn}, K = {len(samples)} {'=' * 20}\n\n--- all were asked:\n{first.prompt}")
+    title = f"one group of the tree: {first.agent}, turn {first.turn}, K = {len(samples)}"
+    print(f"\n{'=' * 20} {title} {'=' * 20}\n\n--- all were asked:\n{first.prompt}")
     for s in samples:
-        print(f"\n--- reward {s.reward:g}, advantage {s.advantage:+.3f}{'   <- walked on' if s.chosen else ''}\n{s.completion.text}")
+        walked = "   <- walked on" * s.chosen
+        print(f"\n--- reward {s.reward:g}, advantage {s.advantage:+.3f}{walked}\n{s.completion.text}")
 
 
 def draw_curves(rows: list[dict], path: Path) -> None:
-    """Success, rewards, silent share and gradient norms over the steps."""
+    """Success, rewards, silent shares and gradient norms over the steps."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 4, figsize=(18, 3.6), layout="constrained")
-    panels = (("success", ("eval/success", "success", "success_guided")), ("reward", ("reward/",)), ("silent share of groups", ("silent/",)),
-              ("gradient norm", ("grad_norm/",)))
-    for ax, (title, prefixes) in zip(axes, panels):
+    panels = {"success": ("eval/success", "success", "success_guided"), "reward": ("reward/",),
+              "silent share of groups": ("silent/",), "gradient norm": ("grad_norm/",)}
+    figure, axes = plt.subplots(1, len(panels), figsize=(18, 3.6), layout="constrained")
+    for ax, (title, names) in zip(axes, panels.items()):
         for key in rows[-1]:
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            if points and (key in prefixes or key.startswith(prefixes) and prefixes[0].endswith("/")):
-                ax.plot(*zip(*points), marker="o" if len(points) < 30 else None, markersize=3, label=key.rsplit("/", 1)[-1] if "eval" not in key else "unseen problems")
+            if points and (key in names or key.startswith(names[0]) and names[0].endswith("/")):
+                label = "unseen problems" if key == "eval/success" else key.rsplit("/", 1)[-1]
+                ax.plot(*zip(*points), marker="o", markersize=3, label=label)
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
         if ax.lines:

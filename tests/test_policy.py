@@ -152,10 +152,10 @@ def test_each_call_is_trained_on_exactly_the_tokens_it_was_given(monkeypatch):
 def test_batches_keep_to_the_token_budget():
     policy = make(batch_tokens=100)["solver"]
     lengths = [30, 10, 60, 20, 10, 300]
-    batches = list(policy._batches(lengths, lengths))
+    batches = list(policy._batches(lengths))
     assert sorted(i for batch in batches for i in batch) == list(range(6))
     assert all(len(b) == 1 or max(lengths[i] for i in b) * len(b) <= 100 for b in batches) and len(batches) < 6
-    assert list(policy._batches([], [])) == []
+    assert list(policy._batches([])) == []
 
 
 def test_prompts_with_and_without_a_chat_template():

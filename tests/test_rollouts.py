@@ -252,6 +252,6 @@ def test_evaluation_never_branches_and_leaves_random_streams_alone():
 def test_roles_of_agents_and_maps_that_miss_one():
     assert [role(agent) for agent in ("solver", "reasoner2", "tool13")] == ["solver", "reasoner", "tool"]
     for sharing, says in (("some", "sharing maps some"), ("a=x", "needed is"), ({"a": "x", "b": "de.fault"}, "letters, digits"),
-                          ({"a": "default", "b": "x"}, "not default")):
+                          ({"a": "default", "b": "x"}, "but not default")):
         with pytest.raises(ValueError, match=says):
             load_policies((None, None), ("a", "b"), sharing)
