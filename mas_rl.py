@@ -85,13 +85,14 @@ class Policy:
 
     model: a PeftModel with an adapter of this name; several policies may share it. temperature: of sampling, and so of
     the scored distribution too. stop: texts at which a completion ends. batch_tokens: the most tokens, padding included,
-    that one forward pass holds.
+    of one forward and backward pass; sampling, which keeps no activations, takes SAMPLING_BATCH times as many at once.
     """
 
+    SAMPLING_BATCH = 8
     nothing = dict.fromkeys(("grad_norm", "kl", "clip", "entropy", "ratio_max"))        # what an update measures
 
     def __init__(self, model, tokenizer, adapter: str, lr: float = 1e-5, max_new_tokens: int = 256,
-                 temperature: float = 1.0, stop: Sequence[str] = (), batch_tokens: int = 16384):
+                 temperature: float = 1.0, stop: Sequence[str] = (), batch_tokens: int = 4096):
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
         self.max_new_tokens, self.temperature, self.stop = max_new_tokens, temperature, tuple(stop)
         self.batch_tokens = batch_tokens
@@ -130,7 +131,8 @@ class Policy:
         temperature = self.temperature if temperature is None else temperature
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         results: list[list[Completion]] = [[] for _ in ids]
-        for batch in self._batches([n * (len(x) + self.max_new_tokens) for x in ids]):
+        sizes = [n * (len(x) + self.max_new_tokens) for x in ids]
+        for batch in self._batches(sizes, self.SAMPLING_BATCH * self.batch_tokens):
             for j, completion in enumerate(self._sample([ids[i] for i in batch], n, temperature, top_p)):
                 results[batch[j // n]].append(completion)
         return results
@@ -199,7 +201,7 @@ class Policy:
         if not samples:
             return dict(self.nothing)
         lengths = [len(s.completion.prompt_ids) + len(s.completion.ids) for s in samples]
-        batches = [[samples[i] for i in batch] for batch in self._batches(lengths)]
+        batches = [[samples[i] for i in batch] for batch in self._batches(lengths, self.batch_tokens)]
         tokens = sum(len(s.completion.ids) for s in samples)
         denominator = {"token": tokens, "sequence": len(samples)}.get(aggregate) or len(samples) * aggregate
         learn = kl_coef > 0 or any(s.advantage != 0 for s in samples)
@@ -243,11 +245,12 @@ class Policy:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Positions, sorted by length, in batches of at most batch_tokens with padding (and of one position at least)."""
+    @staticmethod
+    def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+        """Positions, sorted by length, in batches of at most budget tokens with padding, and of one position at least."""
         batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if batch and lengths[i] * (len(batch) + 1) > self.batch_tokens:     # sorted: i is the longest so far
+            if batch and lengths[i] * (len(batch) + 1) > budget:        # sorted: i is the longest so far
                 yield batch
                 batch = []
             batch.append(i)

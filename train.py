@@ -57,8 +57,9 @@ def make_parser() -> Parser:
     add("--single-agent", action="store_true", help="only the agent that answers, one turn: both papers' baseline")
     add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify, tiny: 2)")
     add("--level", type=int, choices=LEVELS, default=2, help="of generated problems (2: sums of two two-digit numbers)")
-    add("--data", metavar="FILE", help="problems to train on, .jsonl or .json, in place of generated ones")
-    add("--eval-data", metavar="FILE", nargs="+", help="problems to evaluate on (else one in five of --data is kept)")
+    add("--data", metavar="FILE", type=os.path.abspath, help="problems to train on, .jsonl or .json (generated ones)")
+    add("--eval-data", metavar="FILE", nargs="+", type=os.path.abspath,
+        help="problems to evaluate on (else one in five of --data is kept)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="tiny", help='hub id or folder of a causal language model (tiny: made on first use)')
@@ -68,8 +69,8 @@ def make_parser() -> Parser:
     add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
     add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
     add("--threads", type=positive, help="CPU threads (as torch chooses; tiny: 1)")
-    add("--batch-tokens", type=positive, default=16384, metavar="N",
-        help="most tokens in one forward pass; lower it if memory runs out (16384)")
+    add("--batch-tokens", type=positive, default=4096, metavar="N",
+        help="most tokens in one forward and backward pass; lower it if memory runs out (4096)")
 
     add = parser.add_argument_group("method").add_argument
     add("--method", choices=METHOD_NAMES, default="at-grpo", help="a row of the table in algorithms.py (at-grpo)")
@@ -127,8 +128,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
                 setattr(args, name, for_tiny if tiny else for_real)
         check_sharing(args.sharing, TASKS[args.task](single_agent=args.single_agent).agents)
         check_device(args.device)
-        args.data = args.data and os.path.abspath(args.data)        # so that the run can be scored from any folder
-        args.eval_data = [os.path.abspath(f) for f in args.eval_data] if args.eval_data else None
         args.problems = read_problems(args)
         if not tiny:
             args.model = check_model(args.model)
@@ -146,8 +145,8 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
         runs = ", ".join(str(config.parent) for config in sorted(run.parent.glob("*/config.json"))[:9])
         raise ValueError(f"--evaluate {run}: no such folder; runs that are there: {runs or 'none'}")
     try:
-        config = json.loads((run / "config.json").read_text())
-    except (OSError, ValueError):
+        config = dict(json.loads((run / "config.json").read_text()))
+    except (OSError, ValueError, TypeError):
         raise ValueError(f"--evaluate {run}: its config.json is missing or damaged; is this the folder of a run?") from None
     for name, value in config.items():
         if name in given and name not in FREE_IN_EVALUATION and given[name] != value:
@@ -155,6 +154,10 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
             raise ValueError(f"{flag} contradicts the run, which has {value}; leave the flag out")
         if name not in given:
             setattr(args, name, value)
+    if not args.eval_n:
+        raise ValueError(f"--evaluate {run}: the run was made without evaluation; give --eval-n N")
+    if config.get("data") and not config.get("eval_n") and not args.eval_data:
+        raise ValueError(f"--evaluate {run}: the run has trained on all of its --data; give --eval-data FILE")
     if not newest_checkpoint(run):
         raise ValueError(f"--evaluate {run}: no checkpoint in it; the run ended before the first was saved")
 
@@ -294,6 +297,8 @@ def build_policies(args: argparse.Namespace) -> dict:
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         sys.stderr.write(f"train.py: --model {args.model} cannot be loaded on {device}: {reason}\n")
+        if not args.evaluate:
+            (Path(args.out) / "config.json").unlink()       # no run has begun: its name stays free
         sys.exit(2)
     adapters = distinct(policies)
     trained = sum(p.numel() for policy in adapters for p in policy.parameters)
@@ -511,7 +516,10 @@ def draw_curves(rows: list[dict], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(sys.argv[1:] if argv is None else argv)
-    score(args) if args.evaluate else train(args)
+    try:
+        score(args) if args.evaluate else train(args)
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted")
 
 
 if __name__ == "__main__":

@@ -150,12 +150,21 @@ def test_each_call_is_trained_on_exactly_the_tokens_it_was_given(monkeypatch):
 
 
 def test_batches_keep_to_the_token_budget():
-    policy = make(batch_tokens=100)["solver"]
     lengths = [30, 10, 60, 20, 10, 300]
-    batches = list(policy._batches(lengths))
+    batches = list(Policy._batches(lengths, 100))
     assert sorted(i for batch in batches for i in batch) == list(range(6))
     assert all(len(b) == 1 or max(lengths[i] for i in b) * len(b) <= 100 for b in batches) and len(batches) < 6
-    assert list(policy._batches([])) == []
+    assert list(Policy._batches([], 100)) == []
+
+
+def test_a_small_budget_gives_the_same_greedy_answers_in_more_calls(monkeypatch):
+    answers, calls = [], []
+    for batch_tokens in (1, 4096):
+        policy = randomise(make(batch_tokens=batch_tokens)["solver"])
+        original = policy.model.generate
+        monkeypatch.setattr(policy.model, "generate", lambda **how: calls.append(batch_tokens) or original(**how))
+        answers.append([c.text for group in policy.generate(PROMPTS * 2, 1, temperature=0) for c in group])
+    assert answers[0] == answers[1] and calls == [1, 1, 1, 1, 4096]
 
 
 def test_prompts_with_and_without_a_chat_template():

@@ -34,6 +34,9 @@ def files(tmp_path):
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "started" / "checkpoints").mkdir(parents=True)
     (tmp_path / "started" / "config.json").write_text(json.dumps({"task": "math", "seed": 1}))
+    for name, config in (("list", [1]), ("all-data", {"data": "x", "eval_n": 0, "model": "m"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -57,7 +60,8 @@ BAD = [
     ("--sharing everyone", "--sharing everyone: allowed are shared, per-role"), ("--sharing reasoner=x", "for every role"), ("--sharing reasoner=x.y,tool=z", "for every role"),
     ("--out {}/file/run", "cannot be written"), ("--out {}/run", "there is a run in it already"), ("--out /proc/run", "cannot be written"),
     ("--evaluate {}/nothing", "no such folder"), ("--evaluate {}/folder", "config.json is missing or damaged"), ("--evaluate {}/broken", "missing or damaged"),
-    ("--evaluate {}/started", "no checkpoint in it"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate RUN")]
+    ("--evaluate {}/started", "no checkpoint in it"), ("--evaluate {}/list", "missing or damaged"), ("--evaluate {}/started --eval-n 0", "give --eval-n N"),
+    ("--evaluate {}/all-data --eval-n 3", "trained on all of its --data"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate RUN")]
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[flags for flags, _ in BAD])
@@ -85,6 +89,7 @@ def test_a_model_that_transformers_cannot_load_is_one_line(files, capsys):
         train.main(f"--model {files}/model --steps 1 --out {files}/new".split())
     message = capsys.readouterr().err
     assert end.value.code == 2 and "cannot be loaded" in message and "Traceback" not in message
+    assert not (files / "new" / "config.json").exists()
 
 
 def test_flags_name_every_method_and_task():
