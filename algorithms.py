@@ -82,12 +82,14 @@ def group_advantages(rewards: Sequence[float] | Tensor, mean_keys: Sequence[Hash
     seven equal rewards of .1 in float32 would give -.8; and 0/0 in a group of one.)
     Returns (N,) in float64. Raises ValueError for unequal lengths and for rewards that are not finite numbers.
     """
-    rewards = rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards
+    rewards = rewards.detach().double().cpu() if isinstance(rewards, Tensor) else rewards
     r = np.asarray(rewards, dtype=np.float64)                                           # (N,)
     if r.ndim != 1:
         raise ValueError(f"rewards has shape {r.shape}; needed is one number per sample, (N,)")
     if std_keys is None:
         std_keys, std_units = mean_keys, mean_units
+    mean_keys, std_keys, mean_units, std_units = (
+        x.tolist() if isinstance(x, Tensor) else x for x in (mean_keys, std_keys, mean_units, std_units))
     given = dict(mean_keys=mean_keys, std_keys=std_keys, mean_units=mean_units, std_units=std_units)
     for name, values in given.items():
         if values is not None and values is not False and len(values) != len(r):
@@ -140,6 +142,9 @@ def inflation_factor(outcomes: Sequence[float], envs: Sequence[Hashable], rollou
     rollouts of an env, μ_k, σ_k over agent k's calls in them; population std, as in the lemma. For N rollouts the factor
     is at most N - 1. Returns for each agent one value per env in which it acted and σ > 0.
     """
+    if not len(outcomes) == len(envs) == len(rollouts) == len(agents):
+        raise ValueError(f"{len(outcomes)} outcomes, {len(envs)} envs, {len(rollouts)} rollouts, {len(agents)} agents: "
+                         "needed is one of each per call")
     factors: dict[str, list[float]] = {agent: [] for agent in agents}
     R = np.asarray(outcomes, dtype=np.float64)
     for members in _groups(envs):
@@ -190,10 +195,10 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
     mask = mask.bool()
     lengths = mask.sum(1)                                                               # (B,)
-    log_ratio = torch.where(mask, logp - old_logp, 0)                                   # (B, T)
+    log_ratio = torch.where(mask, logp - old_logp, 0).clamp(-20, 20)                    # (B, T), exp must not overflow
     if level == "sequence":
         log_ratio = (log_ratio.sum(1) / lengths.clamp(min=1))[:, None].expand_as(logp)  # (B, T), equal within a row
-    A = advantages[:, None] if advantages.ndim == 1 else advantages                     # (B, 1) or (B, T)
+    A = advantages[:, None] if advantages.ndim == 1 else torch.where(mask, advantages, 0)   # (B, 1) or (B, T)
     ratio = log_ratio.exp()                                                             # (B, T)
     surrogate = torch.min(ratio * A, ratio.clamp(1 - clip_low, 1 + clip_high) * A)      # (B, T)
     if weights is not None:

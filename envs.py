@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,14 +198,22 @@ def _problem(row, where: str) -> Problem:
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no question; looked for {', '.join(QUESTION_FIELDS)}, found {_fields(row)}")
 
-    answer = next((row[f] for f in ANSWER_FIELDS if row.get(f) not in (None, "", [])), None)
-    accepted = answer if isinstance(answer, list) else [answer]
-    if answer is None or not all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in accepted):
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: the text is not valid unicode (half of a surrogate pair)") from None
+
+    given = [row[f] for f in ANSWER_FIELDS if row.get(f) not in (None, "", [])]
+    if not given:
         raise ValueError(f"{where}: no answer; looked for {', '.join(ANSWER_FIELDS)}, found {_fields(row)}")
-    finals = tuple(final_answer(str(a)) for a in accepted)
-    if not all(finals):
-        raise ValueError(f"{where}: no final answer; needed is `#### answer`, \\boxed{{answer}} or the answer alone")
-    return Problem(question.strip(), finals)
+    for answer in given:                # the first that can be used
+        accepted = answer if isinstance(answer, list) else [answer]
+        if all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in accepted):
+            finals = tuple(final_answer(str(a)) for a in accepted)
+            if all(finals):
+                return Problem(question.strip(), finals)
+    raise ValueError(f"{where}: no final answer in {_fields(row)}; needed is `#### answer`, \\boxed{{answer}}, the answer "
+                     "alone, or a list of accepted ones")
 
 
 def _fields(row: dict) -> str:
@@ -253,8 +262,9 @@ def normal_form(answer: str) -> str:
 
     Spaces go, except between two digits. A percent is compared as written: 50% is 50, not 0.5.
     """
-    s = answer.strip().strip("$").replace("\u2212", "-")
-    s = re.sub(r"\\!\s*", "", s).replace("{,}", ",")
+    s = answer.strip().replace("\u2212", "-")
+    s = re.sub(r"\\!\s*", "", s).replace("{,}", ",").replace(r"\displaystyle", "")
+    s = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3})", "", s)
     s = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " ", s)
     s = re.sub(r"(?<!\\)\\[()\[\]]", "", s)
     s = re.sub(r"\\(left|right)(?![a-zA-Z])\.?", "", s)
@@ -262,13 +272,13 @@ def normal_form(answer: str) -> str:
     s = re.sub(r"\^\s*(\\circ|\{\s*\\circ\s*\})|\u00b0|\\degree(?![a-zA-Z])", "", s)
     s = re.sub(r"\\?[$%]|[\u20ac\u00a3]", "", s)
 
-    words = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
-    s = re.sub(rf"(?<=[0-9}}])\s*{words}\.?$", "", s)                      # a unit after a number
-    s = re.sub(r"(?<=[0-9}])\s*(degrees?|dollars?|cents?|USD|percent)\.?$", "", s)
-    s = re.sub(words, r"\1", s).strip().rstrip(".").strip()
+    s = re.sub(r"\\(le|ge|ne)q(?![a-zA-Z])", r"\\\1", s)
+    s = re.sub(r"^\s*[a-zA-Z](_[0-9a-zA-Z])?\s*=", "", s)
+    s, _ = split_unit(s)
+    s = re.sub(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r"\1", s)
+    s = re.sub(r"^\{([^{}]*)\}$", r"\1", s.strip().rstrip(".")).strip()
     if re.fullmatch(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?", s):
         s = s.replace(",", "")
-    s = re.sub(r"^[a-zA-Z]\s*=", "", s).strip()
 
     argument = r"\s*(\{[^{}]*\}|[0-9a-zA-Z])"                              # {12}, or a single 1 as in \frac12
     while True:                                                            # inside out; each round removes a command
@@ -283,17 +293,32 @@ def normal_form(answer: str) -> str:
     return re.sub(r"^\(([a-zA-Z])\)$", r"\1", s)
 
 
+def split_unit(answer: str) -> tuple[str, str]:
+    r"""("5\text{ cm}^2") -> ("5", "cm"); a unit is a word, plain or in \text{}, after a number or a fraction of numbers."""
+    number = r"\s*[+-]?(?:[0-9][0-9.,/ ]*|[0-9]* ?\\frac *(?:\{[0-9]+\}|[0-9]) *(?:\{[0-9]+\}|[0-9]))"
+    word = r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*([a-zA-Z]{2,}|[mgshL])[a-zA-Z ]*\}|(?<=[\s}])([a-zA-Z]{3,})[a-zA-Z ]*"
+    match = re.fullmatch(rf"({number})(?<![ ])\s*(?:{word})(?:\^\{{?[23]\}}?)?\s*\.?", answer)
+    unit = (match[2] or match[3]).lower().rstrip("s") if match else ""
+    if unit in ("", "million", "billion", "thousand", "hundred", "dozen", "squared", "cubed", "factorial", "or", "and"):
+        return answer, ""                                       # no unit, but a part of the number
+    return match[1], unit
+
+
 def _fraction(match: re.Match) -> str:
     r"""A \frac with its two arguments as a/b; a digit before a numeric one makes a mixed number, written 2&1/2."""
-    before, a, b = match[1], match[2].strip("{} "), match[3].strip("{} ")
-    mixed = "&" if before and (a + b).isdigit() else ""
-    simple = r"-?[0-9a-zA-Z.]+"
-    return f"{before}{mixed}" + "/".join(x if re.fullmatch(simple, x) else f"({x})" for x in (a, b))
+    before, a, b = match[1], *(re.sub(r"\s+", "", x).strip("{}") for x in match.groups()[1:])
+    atom = r"-?[0-9.]+|[a-zA-Z]|\\[a-zA-Z]+|sqrt\([^()]*\)"
+    top = a if re.fullmatch(rf"-?[0-9.]*(?:{atom})?", a) else f"({a})"          # 2x/3 is (2x)/3, but 2/3x is not 2/(3x)
+    fraction = f"{top}/{b if re.fullmatch(atom, b) else f'({b})'}"
+    if before and (a + b).isdigit():
+        return f"{before}&{fraction}"
+    multiplied = before or re.match(r"\s*[0-9a-zA-Z\\^(]", match.string[match.end():])
+    return f"{before}({fraction})" if multiplied else fraction
 
 
 def to_number(answer: str) -> Fraction | None:
     """An answer in normal form as an exact number: 27.0, -3/4, 2&1/2, 1e-05, 1.2\\times10^3; None for anything else."""
-    decimal = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+    decimal = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
     if m := re.fullmatch(rf"({decimal})(?:/({decimal}))?", answer):
         bottom = Fraction(m[2] or 1)
         return Fraction(m[1]) / bottom if bottom else None
@@ -316,7 +341,8 @@ def same_answer(given: str | None, accepted: str | tuple[str, ...]) -> bool:
     if given is None or not 0 < len(given.strip()) <= MAX_ANSWER or not 0 < len(accepted.strip()) <= MAX_ANSWER:
         return False
     a, b = normal_form(given), normal_form(accepted)
-    if not a or not b:
+    units = {split_unit(given)[1], split_unit(accepted)[1]} - {""}
+    if not a or not b or len(units) > 1:                        # 5 cm is 5, but not 5 m
         return False
     if a == b or same_number(a, b):
         return True
@@ -363,8 +389,10 @@ for what, most in ((resource.RLIMIT_CPU, {CPU_SECONDS}), (resource.RLIMIT_AS, {M
 source, sys.argv = sys.argv[1], ["program.py"]
 try: code = compile(source, "program.py", "exec")
 except BaseException as e: sys.stderr.write(type(e).__name__ + ": " + str(e)); sys.exit({NOT_BUILT})
-del resource, what, most, source
-exec(code, {{"__name__": "__main__"}})
+import builtins
+builtins.exit = builtins.quit = sys.exit        # -S has left them out
+del resource, what, most, source, sys, builtins
+exec(code)
 """
 
 
@@ -384,8 +412,8 @@ def run_program(program: str, stdin: str = "") -> Outcome:
     if "\0" in program:
         return Outcome(False, False, "", "the program contains a NUL character")
 
-    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as given,
-          tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err):
+    folder = tempfile.mkdtemp()
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode("utf-8", "replace"))
         given.seek(0)
         # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms
@@ -401,6 +429,10 @@ def run_program(program: str, stdin: str = "") -> Outcome:
             except ProcessLookupError:
                 pass
             child.wait()
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+            except RecursionError:                              # a thousand folders, one in the other
+                subprocess.run(["rm", "-rf", folder], check=False)
         out.seek(0)
         err.seek(0, os.SEEK_END)
         err.seek(max(0, err.tell() - 1000))

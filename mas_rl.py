@@ -41,6 +41,7 @@ from algorithms import (METHODS, Method, Pool, avg_at_k, group_advantages, infla
                         pass_at_k, policy_loss)
 
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")      # between peft and transformers
+warnings.filterwarnings("ignore", message="Adapter name .* prefix 'lora_'")     # tested: such names are saved and loaded
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,10 +97,14 @@ class Policy:
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
         self.max_new_tokens, self.temperature, self.stop = max_new_tokens, temperature, tuple(stop)
         self.batch_tokens = batch_tokens
+        self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+        if max_new_tokens >= self.context:
+            raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in a context of {self.context}")
         self.eos_ids = set(as_list(model.generation_config.eos_token_id))
         self.forward_arguments = set(inspect.signature(model.get_base_model().forward).parameters)
         # By name, not by requires_grad: peft switches that off for every adapter but the active one.
-        self.parameters = [p for name, p in model.named_parameters() if "lora_" in name and f".{adapter}." in name]
+        own = re.compile(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)")
+        self.parameters = [p for name, p in model.named_parameters() if own.search(name)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
 
     def activate(self) -> None:
@@ -115,10 +120,10 @@ class Policy:
             text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
                                                       add_generation_prompt=True, enable_thinking=False)
             ids = self.tokenizer(text, add_special_tokens=False).input_ids      # the template has written its own BOS
-        room = getattr(self.model.config, "max_position_embeddings", 1 << 30) - self.max_new_tokens
+        room = self.context - self.max_new_tokens
         if len(ids) > room:
             warnings.warn(f"a prompt of {len(ids)} tokens lost its beginning: the context leaves room for {room}")
-            ids = ids[-max(room, 1):]
+            ids = ids[-room:]
         return ids
 
     # -- sampling ------------------------------------------------------------------------------------------------------
@@ -130,25 +135,23 @@ class Policy:
         self.activate()
         temperature = self.temperature if temperature is None else temperature
         ids = [self.prompt_ids(prompt) for prompt in prompts]
-        results: list[list[Completion]] = [[] for _ in ids]
-        sizes = [n * (len(x) + self.max_new_tokens) for x in ids]
+        rows = [x for x in ids for _ in range(n)]                                       # n copies of each prompt
+        completions: dict[int, Completion] = {}
+        sizes = [(len(row), self.max_new_tokens) for row in rows]
         for batch in self._batches(sizes, self.SAMPLING_BATCH * self.batch_tokens):
-            for j, completion in enumerate(self._sample([ids[i] for i in batch], n, temperature, top_p)):
-                results[batch[j // n]].append(completion)
-        return results
+            completions |= zip(batch, self._sample([rows[i] for i in batch], temperature, top_p))
+        return [[completions[i * n + k] for k in range(n)] for i in range(len(ids))]
 
-    def _sample(self, prompts: list[list[int]], n: int, temperature: float, top_p: float) -> list[Completion]:
+    def _sample(self, prompts: list[list[int]], temperature: float, top_p: float) -> list[Completion]:
         """One call of Hugging Face's generate for a batch of prompts, padded on the left."""
         input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
         # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
-        greedy = temperature == 0
-        how = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
+        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0) if temperature else dict(do_sample=False)
         if self.stop:
             how["stopping_criteria"] = StoppingCriteriaList([self._ended(input_ids.shape[1])])
         out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=self.max_new_tokens,
-                                  num_return_sequences=1 if greedy else n, repetition_penalty=1.0, **how)
-        new = out[:, input_ids.shape[1]:].tolist()                                      # B * n lists of T; greedy: B
-        return [self._completion(prompts[i // n], new[i // n if greedy else i]) for i in range(n * len(prompts))]
+                                  repetition_penalty=1.0, **how)                        # (B, P+T)
+        return [self._completion(prompt, row) for prompt, row in zip(prompts, out[:, input_ids.shape[1]:].tolist())]
 
     def _ended(self, start: int) -> Callable[..., Tensor]:
         """For generate: which rows hold a stop string behind the prompt. Its own stop_strings fails on some tokenizers."""
@@ -200,8 +203,8 @@ class Policy:
         """
         if not samples:
             return dict(self.nothing)
-        lengths = [len(s.completion.prompt_ids) + len(s.completion.ids) for s in samples]
-        batches = [[samples[i] for i in batch] for batch in self._batches(lengths, self.batch_tokens)]
+        sizes = [(len(s.completion.prompt_ids), len(s.completion.ids)) for s in samples]
+        batches = [[samples[i] for i in batch] for batch in self._batches(sizes, self.batch_tokens)]
         tokens = sum(len(s.completion.ids) for s in samples)
         denominator = {"token": tokens, "sequence": len(samples)}.get(aggregate) or len(samples) * aggregate
         learn = kl_coef > 0 or any(s.advantage != 0 for s in samples)
@@ -246,13 +249,16 @@ class Policy:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-        """Positions, sorted by length, in batches of at most budget tokens with padding, and of one position at least."""
-        batch: list[int] = []
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if batch and lengths[i] * (len(batch) + 1) > budget:        # sorted: i is the longest so far
+    def _batches(sizes: list[tuple[int, int]], budget: int) -> Iterator[list[int]]:
+        """Positions of rows (tokens of the prompt, of the completion), sorted by length, in batches of at most budget tokens.
+
+        Padding counts; a row longer than the budget is a batch of its own."""
+        batch, prompt, completion = [], 0, 0
+        for i in sorted(range(len(sizes)), key=lambda i: sum(sizes[i])):
+            prompt, completion = max(prompt, sizes[i][0]), max(completion, sizes[i][1])
+            if batch and (prompt + completion) * (len(batch) + 1) > budget:
                 yield batch
-                batch = []
+                batch, (prompt, completion) = [], sizes[i]
             batch.append(i)
         if batch:
             yield batch
@@ -334,8 +340,8 @@ def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = 
     """One policy per role (or fewer) on one frozen base: the map σ from agents to policies.
 
     model: a hub id, a folder, or a pair (model, tokenizer); it is frozen, and changed in place by peft.
-    sharing: "shared": one adapter for all; "per-role": one each, named after the role; "solver=a,verifier=a" or a dict:
-        any map from roles to adapters. policy_settings go to every Policy: lr, max_new_tokens, temperature, ...
+    sharing: "shared": one adapter for all; "per-role": one each, named after the role; "solver=a,verifier=a" or a dict: any
+        map from roles to adapters. policy_settings go to every Policy: lr, max_new_tokens, temperature, ...
     New adapters start as the base itself (LoRA's B is 0). They are float32 on a bfloat16 base too: small steps would vanish.
     Raises ValueError for a map that misses a role or names an adapter that peft cannot store.
     """
@@ -346,13 +352,15 @@ def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = 
     if set(sharing) != set(roles):
         raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles '
                          f'{", ".join(roles)}')
-    for name in sharing.values():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default" or name in "lora_":
-            raise ValueError(f"adapter name {name!r}: use letters, digits, - and _, but not default nor a part of "
-                             "lora_, which mean something to peft")
-
     base, tokenizer = load_model(model, device) if isinstance(model, (str, os.PathLike)) else model
     plain_generation(base, tokenizer)
+    modules = {part for name, _ in base.named_modules() for part in name.split(".")}
+    taken = modules | set(dir(torch.nn.ModuleDict)) | {"default", "model", "base_model", "base_layer", "weight"}
+    for name in sharing.values():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in taken:
+            raise ValueError(f"adapter name {name!r}: use a letter, then letters, digits, - and _, but no name that stands "
+                             "for a part of the model, nor the word default")
+
     torch.manual_seed(seed)                                     # LoRA's A is random
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     adapters = list(dict.fromkeys(sharing[r] for r in roles))
@@ -549,6 +557,10 @@ def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method
         samples, finals = parallel_rollout(envs, policies, branches, clock=clock)
     credit(samples, method, alpha, penalty)
     assign_advantages(samples, method)
+    keys = pool_of(samples, method.mean)[0]
+    if len(set(keys)) == len(samples):
+        raise ValueError(f"every group of {' + '.join(method.mean.by)} has one sample, which has nothing to be compared with: "
+                         "nothing would ever be learned; use more branches or a coarser group")
 
     updates = {}
     with timed(clock, "update"):

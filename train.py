@@ -41,7 +41,7 @@ def number(kind: type, least: float, most: float = float("inf")):
         except ValueError:
             value = None
         if value is None or not least <= value <= most or value == float("inf"):
-            limits = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
+            limits = f"from {least:g} to {most:g}" if most < 10**9 else f"of at least {least:g}"
             raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number {limits}")
         return value
     return parse
@@ -50,7 +50,7 @@ def number(kind: type, least: float, most: float = float("inf")):
 def make_parser() -> Parser:
     parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False)
-    positive, count, share = number(int, 1), number(int, 0), number(float, 0)
+    positive, count, share = number(int, 1, 10**9), number(int, 0, 10**9), number(float, 0)
 
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="math", help="which team works on what (math)")
@@ -64,18 +64,18 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("model").add_argument
     add("--model", default="tiny", help='hub id or folder of a causal language model (tiny: made on first use)')
     add("--sharing", default="per-role", help="LoRA adapters: per-role, shared, or any map role=name,... (per-role)")
-    add("--rank", type=positive, default=16, help="LoRA rank; LoRA's own alpha is twice that (16)")
+    add("--rank", type=number(int, 1, 4096), default=16, help="LoRA rank; LoRA's own alpha is twice that (16)")
     add("--max-new-tokens", type=positive, metavar="N", help="most tokens of a completion (1024; tiny: 24 x level)")
     add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
     add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
-    add("--threads", type=positive, help="CPU threads (as torch chooses; tiny: 1)")
+    add("--threads", type=number(int, 1, 1024), help="CPU threads (as torch chooses; tiny: 1)")
     add("--batch-tokens", type=positive, default=4096, metavar="N",
         help="most tokens in one forward and backward pass; lower it if memory runs out (4096)")
 
     add = parser.add_argument_group("method").add_argument
     add("--method", choices=METHOD_NAMES, default="at-grpo", help="a row of the table in algorithms.py (at-grpo)")
     add("--envs", type=positive, default=16, metavar="E", help="problems per step (16)")
-    add("--branches", type=number(int, 2), metavar="K", help="candidates per call of a tree (4), else plays per problem (8)")
+    add("--branches", type=number(int, 2, 10**9), metavar="K", help="candidates per call of a tree (4), else plays per problem (8)")
     add("--alpha", type=share, default=1.0, help="weight of the team reward in step credit, AT-GRPO Eq. 3 (1.0)")
     add("--invalid-penalty", type=share, default=0.1, metavar="C",
         help="what a text that cannot be parsed costs in outcome credit (0.1)")
@@ -111,7 +111,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(**dict.fromkeys(vars(args)))
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
-        if args.evaluate:
+        if args.evaluate is not None:
             read_config(args, given)
         elif args.show:
             raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
@@ -121,7 +121,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                              "words of generated problems")
         if args.eval_data and not args.eval_n:
             raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
-        defaults = {"turns": (2, 2 if args.task == "math-verify" else 4), "max_new_tokens": (24 * args.level, 1024),
+        defaults = {"turns": (2, 2 if args.task == "math-verify" else 4), "max_new_tokens": (24 * args.level, None),
                     "steps": (20, 200), "lr": (1e-3, 1e-5), "eval_every": (10, 20)}
         for name, (for_tiny, for_real) in defaults.items():
             if getattr(args, name) is None:
@@ -133,7 +133,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             args.model = check_model(args.model)
         if not args.evaluate:
             args.out = make_folder(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
 
@@ -148,6 +148,10 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
         config = dict(json.loads((run / "config.json").read_text()))
     except (OSError, ValueError, TypeError):
         raise ValueError(f"--evaluate {run}: its config.json is missing or damaged; is this the folder of a run?") from None
+    if config.get("task", "math") not in TASKS or config.get("method", "grpo") not in METHOD_NAMES:
+        raise ValueError(f"--evaluate {run}: its config.json names a task or a method that is not there")
+    if "model" in given and Path(given["model"]).is_dir():
+        given["model"] = check_model(given["model"])
     for name, value in config.items():
         if name in given and name not in FREE_IN_EVALUATION and given[name] != value:
             flag = f"--{name.replace('_', '-')} {given[name]}"
@@ -163,7 +167,7 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    return max(Path(run).glob("checkpoints/step-??????"), default=None)
+    return max((file.parent for file in Path(run).glob("checkpoints/step-??????/step.json")), default=None)
 
 
 def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
@@ -171,12 +175,11 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
     if sharing in ("shared", "per-role"):
         return
     roles = {agent.rstrip("0123456789") for agent in agents}
-    names = dict(pair.partition("=")[::2] for pair in sharing.split(","))
-    good = all(re.fullmatch(r"[A-Za-z0-9_-]+", n) and n != "default" and n not in "lora_" for n in names.values())
-    if set(names) != roles or not good:
+    pairs = [pair.partition("=")[::2] for pair in sharing.split(",")]
+    if sorted(role for role, _ in pairs) != sorted(roles) or not all(re.fullmatch(r"[A-Za-z][\w-]*", n) for _, n in pairs):
         example = ",".join(f"{role}=team" for role in sorted(roles))
-        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (letters, digits, - and _) for "
-                         f"every role, like {example}")
+        raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (a letter, then letters, digits, "
+                         f"- and _) for every role, like {example}")
 
 
 def check_device(device: str | None) -> None:
@@ -207,8 +210,8 @@ def check_model(name: str) -> str:
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors")):
             raise ValueError(f"--model {name}: the folder has no config.json with *.safetensors beside it; needed is a "
                              "model saved by transformers")
-        return str(path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        return str(path.resolve())
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(f'--model {name}: no such folder, and no hub id like Qwen/Qwen3-1.7B; "tiny" needs no download')
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -224,10 +227,10 @@ def check_model(name: str) -> str:
 def make_folder(args: argparse.Namespace) -> str:
     """Create the run's folder, never one that holds a run already. Raises ValueError if it cannot be written."""
     out = Path(args.out or f"runs/{args.task}{'-single' * args.single_agent}-{args.method}-seed{args.seed}")
-    if args.out and (out / "config.json").exists():
+    if args.out and (out / "metrics.jsonl").exists():
         raise ValueError(f"--out {out}: there is a run in it already; give another folder, or delete it")
     names = [out] + [out.with_name(f"{out.name}-{i}") for i in range(2, 1000)]
-    out = next(name for name in names if not (name / "config.json").exists())
+    out = next(name for name in names if not (name / "metrics.jsonl").exists())
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_config(out, args)
@@ -274,6 +277,11 @@ def eval_sets(args: argparse.Namespace) -> dict[str, list]:
     return sets
 
 
+def fail(message: str) -> None:
+    sys.stderr.write(f"train.py: {message}\n")
+    sys.exit(2)
+
+
 def build_policies(args: argparse.Namespace) -> dict:
     """Load or make the model, put the adapters on it, and say in one line what there is."""
     import torch
@@ -291,15 +299,14 @@ def build_policies(args: argparse.Namespace) -> dict:
             model.to(device)
         else:
             model, tokenizer = load_model(args.model, device)
+        context = getattr(model.config, "max_position_embeddings", None) or 2048
+        args.max_new_tokens = args.max_new_tokens or min(1024, context // 2)
         policies = load_policies((model, tokenizer), make_env(args, "train").agents, args.sharing, rank=args.rank,
                                  seed=args.seed, lr=args.lr, max_new_tokens=args.max_new_tokens,
                                  temperature=args.temperature, batch_tokens=args.batch_tokens)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    except Exception as error:      # a model's files can be wrong in any way; what matters is the first line of it
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        sys.stderr.write(f"train.py: --model {args.model} cannot be loaded on {device}: {reason}\n")
-        if not args.evaluate:
-            (Path(args.out) / "config.json").unlink()       # no run has begun: its name stays free
-        sys.exit(2)
+        fail(f"--model {args.model} on {device}: {reason}")
     adapters = distinct(policies)
     trained = sum(p.numel() for policy in adapters for p in policy.parameters)
     frozen = sum(p.numel() for p in adapters[0].model.parameters()) - trained
@@ -382,7 +389,10 @@ def score(args: argparse.Namespace) -> None:
 
     policies, sets = build_policies(args), eval_sets(args)
     checkpoint = newest_checkpoint(args.evaluate)
-    step = load_checkpoint(checkpoint, policies)
+    try:
+        step = load_checkpoint(checkpoint, policies)
+    except (OSError, ValueError, RuntimeError) as error:
+        fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({str(error).splitlines()[0]})")
     metrics = evaluate_all(args, policies, sets)
     numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
     print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: {numbers}")
@@ -425,8 +435,9 @@ class Log:
         row = {"step": step} | self.blank | metrics | {"lr": self.lr} | self.totals
         for agent in self.agents:                               # AT-GRPO Fig. 6a: standardised over the run so far
             seen = [r[f"reward/{agent}"] for r in self.rows + [row] if r[f"reward/{agent}"] is not None]
-            row[f"reward_std/{agent}"] = standardised(seen) if step else None
+            row[f"reward_std/{agent}"] = standardised(seen) if row[f"reward/{agent}"] is not None else None
         row.pop("tokens", None)
+        row = {key: None if value is not None and abs(value) == float("inf") or value != value else value for key, value in row.items()}
         self.rows.append(row)
         with open(self.run / "metrics.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")

@@ -175,7 +175,13 @@ def test_what_does_not_fit_is_an_error_that_says_so():
         group_advantages([1, float("nan")], [0, 0])
     with pytest.raises(ValueError, match="one number per sample"):
         group_advantages([[1, 0], [0, 1]], [0, 0])
+    with pytest.raises(ValueError, match="needed is one of each per call"):
+        inflation_factor([1, 0], ["q"], [0, 1], ["a", "a"])
     assert group_advantages([], []).shape == (0,)
+
+
+def test_tensors_of_any_dtype_are_taken():
+    close(group_advantages(torch.tensor([1, 0, 0, 1], dtype=torch.bfloat16), torch.tensor([0, 0, 1, 1])), [0.707106, -0.707106, -0.707106, 0.707106])
 
 
 def test_the_table_differs_in_the_cells_that_the_papers_change():
@@ -254,6 +260,20 @@ def test_padding_does_not_matter_even_if_it_is_nan():
     gradient, = torch.autograd.grad(loss, worse)
     close(loss.item(), whole.item(), 1e-12)
     assert gradient.isfinite().all() and (gradient[mask == 0] == 0).all()
+
+
+def test_ratios_beyond_float32_are_clipped_and_not_nan():
+    """exp(100) is inf in float32: 0 * inf would be nan. With A > 0 the clip stops the move; its gradient is 0."""
+    for advantage in (0.0, 1.0):
+        logp = torch.full((1, 2), 100.0, requires_grad=True)
+        loss = policy_loss(logp, torch.zeros(1, 2), torch.tensor([advantage]), torch.ones(1, 2))
+        assert loss.item() == pytest.approx(-1.2 * advantage) and (torch.autograd.grad(loss, logp)[0] == 0).all()
+
+
+def test_padding_does_not_matter_for_a_sequence_level_ratio_either():
+    logp = torch.tensor([[0.1, float("nan")]], requires_grad=True)
+    loss = policy_loss(logp, torch.zeros(1, 2), torch.tensor([[1.0, float("inf")]]), torch.tensor([[1, 0]]), level="sequence")
+    assert torch.autograd.grad(loss, logp)[0].isfinite().all() and loss.isfinite()
 
 
 def test_sequence_level_ratio_is_the_geometric_mean_of_the_tokens():

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from fractions import Fraction
 from random import Random
@@ -42,9 +43,16 @@ SAME = [("1,000", "1000"), ("1000.0", "1000"), ("27.0", "27"), (".5", "0.5"), ("
         (r"5\text{ cm}", "5"), (r"50\%", "50"), ("50%", "50 percent"), ("x = 5", "5"), (r"x=5", "x = 5"), ("−3", "-3"),
         (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"), ("(1/2, 3]", r"(0.5,3]"), ("3, 5, 7", "3,5,7"),
         (r"11\sqrt2", r"11 \sqrt{2}"), (r"\frac{3\sqrt{3}}{4}", r"\dfrac{3 \sqrt 3}{4}"), ("x^{2}+1", "x^2 + 1"), ("4210_{5}", "4210_5"),
-        (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"\(7\)", "7"), ("$7$", "7"), ("0.3333333", "1/3"), (r"1.2\times10^{3}", "1200")]
+        ("x = 1,000", "1000"), (r"18\$", "18"), (r"10\,000", "10000"), (r"864\text{ cm}^2", "864"), (r"864 \mbox{ inches}^2", "864"),
+        (r"\frac{\pi}{2}", r"\pi/2"), (r"\frac{2\pi}{3}", r"2\pi/3"), (r"\frac{\sqrt3}{3}", r"\sqrt{3}/3"), (r"x \leq 5", r"x \le 5"),
+        (r"\displaystyle\frac12", "1/2"), ("{18}", "18"), ("x_1 = 5", "5"), ("5 apples", "5"), ("18 minutes", "18"), (r"5\text{ cm}", r"5\text{ cm}"),
+        (r"\frac12\text{ hour}", "1/2"), ("5 apples", "5 apple"), (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"\(7\)", "7"), ("$7$", "7"), ("0.3333333", "1/3"), (r"1.2\times10^{3}", "1200")]
 DIFFERENT = [("50%", "0.5"), ("1 2", "12"), ("21/2", r"2\frac12"), ("(1,2)", "[1,2]"), ("(1,2)", "(2,1)"), ("1,2", "12"), ("3,5", "3,5,7"),
-             ("0.333", "1/3"), ("1/0", "0"), ("nan", "0"), ("", "0"), (" ", "0"), ("x", "5"), ("5x", "5"), ("-5", "5"), ("2^3", "23"),
+             (r"\frac{1}{2}x", r"\frac{1}{2x}"), (r"\frac{x}{y}z", r"\frac{x}{yz}"), (r"5\frac{1}{x}", "51/x"), (r"\frac{3}{4}5", r"\frac{3}{45}"),
+             (r"\frac{1}{2}3", "1/23"), (r"\frac{1}{2}^2", "1/2^2"), (r"3\mathbf{i}", "3"), (r"2\mathrm{i}", "2"), (r"2+3\mathrm{i}", "2+3"),
+             (r"4\mathrm{e}", "4"), (r"4\text{ p.m.}", r"4\text{ a.m.}"), (r"5\text{ million}", "5"), ("2 dozen", "2"), (r"5\text{ cm}", r"5\text{ m}"),
+             ("50 cents", "50 dollars"), (r"5\text{ east}", r"5\text{ west}"), (r"3\text{ feet }5\text{ inches}", r"3\text{ feet }5\text{ meters}"),
+             ("x = 1,000", "1,0"), ("9" * 1990 + "/" + "9" * 1990 + "x", "5"), ("0.333", "1/3"), ("1/0", "0"), ("nan", "0"), ("", "0"), (" ", "0"), ("x", "5"), ("5x", "5"), ("-5", "5"), ("2^3", "23"),
              ("²", "2"), ("٣", "3"), ("1e999", "1e998"), ("1_000", "1000"), ("0x10", "16"), ("__import__('os')", "0"), ("9**9**9", "1"),
              (r"\frac{1}{2", "1/2"), ("5" * (MAX_ANSWER + 1), "5")]
 
@@ -70,6 +78,7 @@ def test_no_text_breaks_the_parsers_or_keeps_them_busy():
     rng, pieces = Random(0), [r"\boxed{", "{", "}", r"\frac", r"\sqrt", "1", "12,345", " ", "\n", "```", "```python\n", "a", "\\", "^", "-", "/",
                               r"\text{", "$", "%", ".", "é", "\0", "\ud800", "<verify>", "approve", "</verify>", "####", "&", "(", ","]
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(1500)]
+    texts += [r"\boxed{" + "9" * 1900 + middle + "9" * 1900 + "x}" for middle in ("/", ".", ",", " ", "")]
     texts += [piece * (100_000 // len(piece)) for piece in pieces] + [r"\boxed{" + p * (3000 // len(p)) + "}" for p in pieces]
     slowest = 0.0
     for text in texts:
@@ -78,7 +87,7 @@ def test_no_text_breaks_the_parsers_or_keeps_them_busy():
             same_answer(answer, "1/2")
         python_block(text), final_answer(text)
         slowest = max(slowest, time.process_time() - start)
-    assert slowest < 0.25
+    assert slowest < 0.1
 
 
 # -- problems ---------------------------------------------------------------------------------------------------------
@@ -120,6 +129,7 @@ def write(path, text):
     ({"problem": "q", "answer": "27.0", "solution": "long\nstory", "url": "u"}, ("27.0",)),         # AMC
     ({"prompt": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, (r"\left( 3, \frac{\pi}{2} \right)",)),
     ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": 18}, ("18",)),
+    ({"question": "q", "answer": "first this,\nthen that", "solution": r"\boxed{3}"}, ("3",)),
     ({"question": "q", "answers": ["4", "four"]}, ("4", "four")), ({"question": "q", "answer": 0}, ("0",))])
 def test_rows_in_the_shapes_that_people_have(tmp_path, row, answers):
     problem, = load_problems(write(tmp_path / "data.jsonl", [row]))
@@ -138,9 +148,9 @@ def test_files_with_bom_crlf_blank_lines_and_unicode_separators(tmp_path):
     ("hello", "line 1: not JSON"), ('{"question": "q", "answer": 1}\n{"question": "q"', "line 2: not JSON"),
     ('{"question": "q", "answer": 1}\n\n{"query": "q", "answer": 1}', "line 3: no question; looked for question, problem, prompt, found query, answer"),
     ('{"question": "q", "reply": "4"}', "line 1: no answer"), ('{"question": "", "answer": 4}', "line 1: no question"),
-    ('{"question": "q", "answer": null}', "line 1: no answer"), ('{"question": "q", "answer": true}', "line 1: no answer"),
-    ('{"question": "q", "answer": {"a": 1}}', "line 1: no answer"), ('{"question": "q", "answer": ["1", null]}', "line 1: no answer"),
-    ('{"question": "q", "solution": "several\\nlines"}', "line 1: no final answer"), ("[1, 2]", "row 1: needed is an object"),
+    ('{"question": "q", "answer": null}', "line 1: no answer"), ('{"question": "q", "answer": true}', "line 1: no final answer in question, answer"),
+    ('{"question": "q", "answer": {"a": 1}}', "line 1: no final answer in question, answer"), ('{"question": "q", "answer": ["1", null]}', "line 1: no final answer in question, answer"),
+    ('{"question": "\\ud800 q", "answer": 1}', "line 1: the text is not valid unicode"), ('{"question": "q", "solution": "several\\nlines"}', "line 1: no final answer"), ("[1, 2]", "row 1: needed is an object"),
     ('[{"question": "q", "answer": 1}, {"question": "q"}]', "row 2: no answer"), ("[[" * 50_000, "not JSON"), ("3", "line 1: needed is an object")])
 def test_a_file_that_cannot_be_used_is_named_with_line_and_reason(tmp_path, text, says):
     path = tmp_path / "data.json"
@@ -164,6 +174,15 @@ def test_a_file_that_is_not_text(tmp_path):
 def test_a_program_prints_and_reads():
     assert run_program("print(47 + 38)") == (True, True, "85\n", "")
     assert run_program("print(int(input()) * 2)", stdin="21\n").stdout == "42\n"
+    assert run_program("print(57)\nexit()") == (True, True, "57\n", "")
+    assert run_program("import pickle\nclass A: pass\npickle.dumps(A())\nprint(__name__)").stdout == "__main__\n"
+    assert "NameError" in run_program("print(sys)").error
+
+
+def test_a_thousand_nested_folders_are_cleared_away():
+    before = set(os.listdir(tempfile.gettempdir()))
+    assert run_program("import os\nfor i in range(1200): os.mkdir('a'); os.chdir('a')").ok
+    assert not {f for f in set(os.listdir(tempfile.gettempdir())) - before if os.path.exists(f"{tempfile.gettempdir()}/{f}/a")}
 
 
 @pytest.mark.parametrize("program, built, error", [

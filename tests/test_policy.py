@@ -150,10 +150,11 @@ def test_each_call_is_trained_on_exactly_the_tokens_it_was_given(monkeypatch):
 
 
 def test_batches_keep_to_the_token_budget():
-    lengths = [30, 10, 60, 20, 10, 300]
-    batches = list(Policy._batches(lengths, 100))
-    assert sorted(i for batch in batches for i in batch) == list(range(6))
-    assert all(len(b) == 1 or max(lengths[i] for i in b) * len(b) <= 100 for b in batches) and len(batches) < 6
+    """Padding counts: prompts of 40 and 5 with completions of 5 and 40 make rows of 80, not of 45."""
+    sizes = [(20, 10), (5, 5), (40, 20), (40, 5), (5, 40), (5, 5), (200, 100)]
+    batches = list(Policy._batches(sizes, 100))
+    assert sorted(i for batch in batches for i in batch) == list(range(7)) and len(batches) < 7
+    assert all(len(b) == 1 or (max(sizes[i][0] for i in b) + max(sizes[i][1] for i in b)) * len(b) <= 100 for b in batches)
     assert list(Policy._batches([], 100)) == []
 
 
@@ -237,6 +238,18 @@ def test_the_map_from_agents_to_policies(sharing, names):
     policies = make(sharing=sharing)
     assert [policies[a].adapter for a in ("solver", "verifier")] == names and len(distinct(policies)) == len(set(names))
     assert (policies["solver"] is policies["verifier"]) == (len(set(names)) == 1)
+
+
+@pytest.mark.parametrize("name", ["0", "q_proj", "layers", "weight", "base_layer", "train", "keys", "default", "v1.0", "a b", ""])
+def test_adapter_names_that_peft_would_confuse_are_refused(name):
+    """An adapter "0" would also match the first layer, and lose its weights when saved."""
+    with pytest.raises(ValueError, match="use a letter"):
+        make(sharing={"solver": name, "verifier": "team"})
+
+
+def test_a_token_limit_that_leaves_no_room_for_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="leaves no room for a prompt in a context of 128"):
+        make("gpt2", max_new_tokens=128)
 
 
 def test_numbered_agents_share_the_policy_of_their_role():
@@ -357,7 +370,7 @@ def test_adapters_are_float32_on_a_bfloat16_base_and_alive():
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharing", ["per-role", "shared"])
+@pytest.mark.parametrize("sharing", ["per-role", "shared", "solver=a,verifier=lora"])
 def test_adapters_are_saved_in_pefts_layout_and_load_again(tmp_path, sharing):
     policies = make(sharing=sharing)
     for policy in distinct(policies):
@@ -372,7 +385,7 @@ def test_adapters_are_saved_in_pefts_layout_and_load_again(tmp_path, sharing):
     for policy in distinct(again):
         torch.testing.assert_close(policy.logprobs(samples)[0], expected[policy.adapter], atol=1e-6, rtol=0)
         alone = PeftModel.from_pretrained(make()["solver"].model.unload(), tmp_path / "step-000003" / policy.adapter)
-        stranger = Policy(alone, policy.tokenizer, "default")
+        stranger = Policy(alone, policy.tokenizer, "default", max_new_tokens=12)
         torch.testing.assert_close(stranger.logprobs(samples)[0], expected[policy.adapter], atol=1e-6, rtol=0)
     assert json.loads((tmp_path / "step-000003" / "step.json").read_text()) == {"step": 3}
     with pytest.raises(FileNotFoundError, match="has no adapter other"):

@@ -234,8 +234,22 @@ def test_silent_groups_and_singletons_are_counted():
     metrics = answers([r"\boxed{1}", r"\boxed{2}", r"\boxed{2}", r"\boxed{2}"], branches=2)
     assert (metrics["silent/solver"], metrics["singletons"], metrics["success"]) == (0.5, 0, 0.25)
     assert metrics["inflation/solver"] == 1.0           # a lone agent's statistics are the shared ones
-    metrics = answers([r"\boxed{1}", r"\boxed{2}"], branches=1)
-    assert (metrics["silent/solver"], metrics["singletons"], metrics["inflation/solver"]) == (1.0, 2, None)
+    metrics = answers([r"\boxed{1}", r"\boxed{2}"], branches=2)
+    assert (metrics["silent/solver"], metrics["inflation/solver"]) == (0.0, 1.0)
+    by_turn = METHODS["dr-mas"]._replace(mean=Pool(("env", "agent", "turn", "node"), "call"))
+    envs = fresh(2)
+    policies = {"coarse": Scripted(["7", "2"]), "fine": Scripted(["3"])}
+    metrics, _ = train_step(envs, policies, by_turn._replace(std=by_turn.mean), branches=2)
+    assert metrics["singletons"] == 4 and metrics["silent/fine"] == 1.0 and metrics["silent/coarse"] == 0.0
+
+
+def test_a_step_in_which_every_group_has_one_sample_fails_loudly():
+    """Nothing would ever be learned: the rollout in the key, or a single play per problem."""
+    policies = {"coarse": Scripted(["1", "2"]), "fine": Scripted(["3"])}
+    each_alone = METHODS["grpo"]._replace(mean=Pool(("env", "agent", "rollout"), "call"))
+    for method, branches in ((each_alone, 2), ("dr-mas", 1), ("at-grpo", 1)):
+        with pytest.raises(ValueError, match="has one sample, which has nothing to be compared with"):
+            train_step(fresh(2), policies, method, branches=branches)
 
 
 def test_evaluation_never_branches_and_leaves_random_streams_alone():
@@ -251,7 +265,6 @@ def test_evaluation_never_branches_and_leaves_random_streams_alone():
 
 def test_roles_of_agents_and_maps_that_miss_one():
     assert [role(agent) for agent in ("solver", "reasoner2", "tool13")] == ["solver", "reasoner", "tool"]
-    for sharing, says in (("some", "sharing maps some"), ("a=x", "needed is"), ({"a": "x", "b": "de.fault"}, "letters, digits"),
-                          ({"a": "default", "b": "x"}, "but not default")):
+    for sharing, says in (("some", "sharing maps some"), ("a=x", "needed is"), ({"a": "x", "c": "y"}, "exactly the roles a, b")):
         with pytest.raises(ValueError, match=says):
             load_policies((None, None), ("a", "b"), sharing)
