@@ -231,7 +231,7 @@ def final_answer(solution: str) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Grading. Every function here takes any text, never raises, and works in linear time.
+# 3. Grading. Every function here takes any text, never raises, and is done in milliseconds.
 # ---------------------------------------------------------------------------------------------------------------------
 
 MAX_ANSWER = 4000       # characters; a longer answer is invalid before anything looks into it
@@ -262,7 +262,7 @@ def normal_form(answer: str) -> str:
 
     Spaces go, except between two digits. A percent is compared as written: 50% is 50, not 0.5.
     """
-    s = answer.strip().replace("\u2212", "-")
+    s = re.sub(r"\s+", " ", answer).strip().replace("\u2212", "-")
     s = re.sub(r"\\!\s*", "", s).replace("{,}", ",").replace(r"\displaystyle", "")
     s = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3})", "", s)
     s = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " ", s)
@@ -297,7 +297,7 @@ def split_unit(answer: str) -> tuple[str, str]:
     r"""("5\text{ cm}^2") -> ("5", "cm"); a unit is a word, plain or in \text{}, after a number or a fraction of numbers."""
     number = r"\s*[+-]?(?:[0-9][0-9.,/ ]*|[0-9]* ?\\frac *(?:\{[0-9]+\}|[0-9]) *(?:\{[0-9]+\}|[0-9]))"
     word = r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*([a-zA-Z]{2,}|[mgshL])[a-zA-Z ]*\}|(?<=[\s}])([a-zA-Z]{3,})[a-zA-Z ]*"
-    match = re.fullmatch(rf"({number})(?<![ ])\s*(?:{word})(?:\^\{{?[23]\}}?)?\s*\.?", answer)
+    match = re.fullmatch(rf"({number})(?<! )\s*(?:{word})(?:\^\{{?[23]\}}?)?\s*\.?", re.sub(r"\s+", " ", answer))
     unit = (match[2] or match[3]).lower().rstrip("s") if match else ""
     if unit in ("", "million", "billion", "thousand", "hundred", "dozen", "squared", "cubed", "factorial", "or", "and"):
         return answer, ""                                       # no unit, but a part of the number
@@ -401,7 +401,7 @@ def run_program(program: str, stdin: str = "") -> Outcome:
 
     At most 2 s of CPU time, 10 s of wall time, 512 MiB of memory and 64 KiB in each file it writes, stdout included. It
     starts in an empty folder that is deleted afterwards, with an empty environment, in its own process group, which is
-    killed at the end. This stops accidents; it is no security boundary. Linux and macOS.
+    killed at the end. This stops accidents; it is no security boundary. Needs a POSIX system.
     """
     if len(program) > MAX_PROGRAM:
         return Outcome(False, False, "", f"the program has more than {MAX_PROGRAM} characters")
