@@ -239,6 +239,8 @@ MAX_ANSWER = 4000       # characters; a longer answer is invalid before anything
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} whose braces balance; None without one, or if it is empty or too long."""
+    if r"\boxed" not in text:
+        return None
     stack, found = [], None         # stack: where each open brace's content starts, and whether \boxed stands before it
     for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):       # \{ and \} are text, not braces
         token = match.group()

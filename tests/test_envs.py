@@ -87,7 +87,7 @@ def test_no_text_breaks_the_parsers_or_keeps_them_busy():
             same_answer(answer, "1/2")
         python_block(text), final_answer(text)
         slowest = max(slowest, time.process_time() - start)
-    assert slowest < 0.1
+    assert slowest < 0.25
 
 
 # -- problems ---------------------------------------------------------------------------------------------------------
