@@ -9,6 +9,7 @@ A run leaves runs/<name>/: config.json, metrics.jsonl (an object a step), transc
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -56,8 +57,8 @@ def make_parser() -> Parser:
     add("--task", choices=TASKS, default="math", help="which team works on what (math)")
     add("--single-agent", action="store_true", help="only the agent that answers, one turn: both papers' baseline")
     add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify, tiny: 2)")
-    add("--level", type=int, choices=LEVELS, default=2, help="of generated problems (2: sums of two two-digit numbers)")
-    add("--data", metavar="FILE", type=os.path.abspath, help="problems to train on, .jsonl or .json (generated ones)")
+    add("--level", type=int, choices=LEVELS, default=2, help="generated problems: 1 small sums ... 5 four steps (2: 47 + 38)")
+    add("--data", metavar="FILE", type=os.path.abspath, help="problems to train on, .jsonl or .json (else generated)")
     add("--eval-data", metavar="FILE", nargs="+", type=os.path.abspath,
         help="problems to evaluate on (else one in five of --data is kept)")
 
@@ -90,7 +91,7 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval-every", type=positive, metavar="STEPS", help="also before the first step and after the last (20; tiny: 10)")
-    add("--eval-n", type=count, default=200, metavar="N", help="problems, of each file; 0: no evaluation (200)")
+    add("--eval-n", type=count, default=200, metavar="N", help="evaluate on N problems (of each file); 0: never (200)")
     add("--eval-k", type=positive, default=1, metavar="K", help="plays per problem: greedy if 1, else avg@K, pass@K (1)")
     add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of this folder")
     add("--show", type=count, default=0, metavar="N", help="with --evaluate: print N plays, and one group of a tree")
@@ -176,7 +177,8 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
         return
     roles = {agent.rstrip("0123456789") for agent in agents}
     pairs = [pair.partition("=")[::2] for pair in sharing.split(",")]
-    if sorted(role for role, _ in pairs) != sorted(roles) or not all(re.fullmatch(r"[A-Za-z][\w-]*", n) for _, n in pairs):
+    good = all(re.fullmatch(r"[A-Za-z][\w-]*", name) for _, name in pairs)
+    if sorted(role for role, _ in pairs) != sorted(roles) or not good:
         example = ",".join(f"{role}=team" for role in sorted(roles))
         raise ValueError(f"--sharing {sharing}: allowed are shared, per-role, or a name (a letter, then letters, digits, "
                          f"- and _) for every role, like {example}")
@@ -437,7 +439,7 @@ class Log:
             seen = [r[f"reward/{agent}"] for r in self.rows + [row] if r[f"reward/{agent}"] is not None]
             row[f"reward_std/{agent}"] = standardised(seen) if row[f"reward/{agent}"] is not None else None
         row.pop("tokens", None)
-        row = {key: None if value is not None and abs(value) == float("inf") or value != value else value for key, value in row.items()}
+        row = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}    # JSON has no nan
         self.rows.append(row)
         with open(self.run / "metrics.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
@@ -458,7 +460,8 @@ class Log:
             said = [" ".join([kind, ", ".join(f"{agent} {value}" for agent, value in values.items())])
                     for kind, values in (("reward", rewards), ("silent", silent))]
             said += [f"unseen problems: {evaluated}"] if evaluated else []
-            bar.write(f"step {row['step']:>4}  success in training {success:.2f} | " + " | ".join(said))
+            guided = ", guided by rewards" * ("success_guided" in row)
+            bar.write(f"step {row['step']:>4}  success in training{guided} {success:.2f} | " + " | ".join(said))
 
     def transcript(self, step: int, samples: list) -> None:
         """All calls of the step's first env."""
@@ -483,7 +486,7 @@ def standardised(values: list[float]) -> float | None:
 def show_play(number: int, samples: list) -> None:
     """A whole play, call by call."""
     first = samples[0]
-    title = f"play {number + 1}: {'success' if first.outcome else 'failure'} after {first.turns} turn{'s' * (first.turns != 1)}"
+    title = f"play {number + 1}: {'success' if first.outcome else 'failure'}, turns: {first.turns}"
     print(f"\n{'=' * 20} {title} {'=' * 20}")
     for s in samples:
         earned = f"team reward {s.team:g}, local {s.local:g}" + ", could not be parsed" * (not s.valid)
