@@ -21,7 +21,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -300,11 +300,8 @@ class Scripted:
 def generate(requests: Sequence[tuple[Policy, str]], n: int = 1, temperature: float | None = None,
              top_p: float = 1.0) -> list[list[Completion]]:
     """n completions of each (policy, prompt), in the order of the requests; all prompts of one policy in one call."""
-    of_policy: dict[int, list[int]] = {}
-    for i, (policy, _) in enumerate(requests):
-        of_policy.setdefault(id(policy), []).append(i)
     results: list[list[Completion]] = [[] for _ in requests]
-    for indices in of_policy.values():
+    for indices in grouped(range(len(requests)), lambda i: id(requests[i][0])).values():
         policy = requests[indices[0]][0]
         answers = policy.generate([requests[i][1] for i in indices], n, temperature, top_p)
         for i, completions in zip(indices, answers):
@@ -463,6 +460,14 @@ def parallel_rollout(envs: Sequence, policies: dict[str, Policy], branches: int,
     return samples, plays
 
 
+def grouped(items: Iterable, key: Callable) -> dict[Hashable, list]:
+    """Items by their key, in order of first appearance."""
+    groups: dict[Hashable, list] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def in_waves(calls: list[tuple]) -> Iterator[list[tuple]]:
     """Cut one round's calls, (env, agent, ...), so that a wave holds at most one agent of each env, in their order."""
     place, waves = Counter(), {}
@@ -487,18 +492,21 @@ def timed(clock: Counter, name: str) -> Iterator[None]:
 
 def check_groups(samples: list[Sample], branches: int) -> None:
     """AT-GRPO compares K candidates of one prompt: every group of a tree has exactly K samples and one prompt."""
-    groups: dict[tuple, list[str]] = {}
-    for s in samples:
-        groups.setdefault((s.env, s.agent, s.turn, s.node), []).append(s.prompt)
-    for key, prompts in groups.items():
-        if len(prompts) != branches or len(set(prompts)) > 1:
-            raise RuntimeError(f"group {key} has {len(prompts)} samples of {len(set(prompts))} prompts; needed are "
+    for key, group in grouped(samples, lambda s: (s.env, s.agent, s.turn, s.node)).items():
+        prompts = {s.prompt for s in group}
+        if len(group) != branches or len(prompts) > 1:
+            raise RuntimeError(f"group {key} has {len(group)} samples of {len(prompts)} prompts; needed are "
                                f"{branches} samples of one prompt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. From what happened to what is learned
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def row_of(method: str | Method) -> Method:
+    """The row of the table, by its name; a row of the reader's own is taken as it is."""
+    return METHODS[method] if isinstance(method, str) else method
 
 
 def credit(samples: list[Sample], method: str | Method, alpha: float = 1.0, penalty: float = 0.1) -> None:
@@ -509,25 +517,22 @@ def credit(samples: list[Sample], method: str | Method, alpha: float = 1.0, pena
 
     score_per "rollout": every call of a rollout gets the mean over the rollout's calls: all answer for one's slip.
     """
-    method = METHODS[method] if isinstance(method, str) else method
+    method = row_of(method)
     if method.credit not in ("outcome", "step"):
         raise ValueError(f'credit is {method.credit!r}; allowed are "outcome" and "step"')
     outcome = method.credit == "outcome"
     for s in samples:
         s.reward = s.outcome - penalty * (not s.valid) if outcome else mixed_reward(s.team, s.local, alpha)
     if method.score_per == "rollout":
-        of_rollout: dict[tuple, list[Sample]] = {}
-        for s in samples:
-            of_rollout.setdefault((s.env, s.rollout), []).append(s)
-        for calls in of_rollout.values():
-            mean = sum(s.reward for s in calls) / len(calls)
+        for calls in grouped(samples, lambda s: (s.env, s.rollout)).values():
+            score = sum(s.reward for s in calls) / len(calls)
             for s in calls:
-                s.reward = mean
+                s.reward = score
 
 
 def assign_advantages(samples: list[Sample], method: str | Method) -> None:
     """Fill `advantage`: compare each sample's reward with its group, as the method's row says."""
-    method = METHODS[method] if isinstance(method, str) else method
+    method = row_of(method)
     mean_keys, mean_units = pool_of(samples, method.mean)
     std_keys, std_units = pool_of(samples, method.std) if method.std else (False, None)
     rewards = [s.reward for s in samples]
@@ -549,7 +554,7 @@ def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method
     envs: freshly reset; they are not changed. update goes to `Policy.update`: epochs, clip, kl_coef, aggregate.
     Returns the metrics that the README lists, and the samples.
     """
-    method = METHODS[method] if isinstance(method, str) else method
+    method = row_of(method)
     clock = Counter()
     if method.sampler == "tree":
         samples, finals = tree_rollout(envs, policies, branches, alpha, clock=clock)
@@ -557,8 +562,7 @@ def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method
         samples, finals = parallel_rollout(envs, policies, branches, clock=clock)
     credit(samples, method, alpha, penalty)
     assign_advantages(samples, method)
-    keys = pool_of(samples, method.mean)[0]
-    if len(set(keys)) == len(samples):
+    if len(set(pool_of(samples, method.mean)[0])) == len(samples):
         raise ValueError(f"every group of {' + '.join(method.mean.by)} has one sample, which has nothing to be compared with: "
                          "nothing would ever be learned; use more branches or a coarser group")
 
@@ -578,9 +582,8 @@ def step_metrics(samples: list[Sample], finals: list, method: Method, policies: 
                  clock: Counter) -> dict[str, float | None]:
     """One flat dict per step, with the same keys in every step; None where nothing was measured."""
     guided = "success_guided" if method.sampler == "tree" else "success"
-    groups: dict[tuple, list[Sample]] = {}
-    for s, key in zip(samples, pool_of(samples, method.mean)[0]):
-        groups.setdefault(key, []).append(s)
+    keys = pool_of(samples, method.mean)[0]
+    groups = [[samples[i] for i in group] for group in grouped(range(len(samples)), keys.__getitem__).values()]
     factors = {}
     if method.sampler == "parallel":        # a tree has one rollout per env, and so no spread between rollouts
         columns = zip(*[(s.outcome, s.env, (s.env, s.rollout), s.agent) for s in samples])
@@ -589,7 +592,7 @@ def step_metrics(samples: list[Sample], finals: list, method: Method, policies: 
     metrics = {guided: mean([env.success() for env in finals]), "turns": mean([env.turn for env in finals])}
     for agent in policies:
         own = [s for s in samples if s.agent == agent]
-        shared = [group for group in groups.values() if any(s.agent == agent for s in group)]
+        shared = [group for group in groups if any(s.agent == agent for s in group)]
         metrics |= {f"reward/{agent}": mean([s.reward for s in own]),
                     f"calls/{agent}": len(own) / max(len(finals), 1),
                     f"invalid/{agent}": mean([not s.valid for s in own]),
@@ -597,7 +600,7 @@ def step_metrics(samples: list[Sample], finals: list, method: Method, policies: 
                     f"truncated/{agent}": mean([not s.completion.stopped for s in own]),
                     f"silent/{agent}": mean([all(s.advantage == 0 for s in group) for group in shared]),
                     f"inflation/{agent}": mean(factors.get(agent, []))}
-    metrics["singletons"] = sum(len(group) == 1 for group in groups.values())
+    metrics["singletons"] = sum(len(group) == 1 for group in groups)
     for name, values in updates.items():
         metrics |= {f"{key}/{name}": value for key, value in values.items()}
     tokens = sum(len(s.completion.ids) for s in samples)
@@ -608,7 +611,7 @@ def step_metrics(samples: list[Sample], finals: list, method: Method, policies: 
 
 def blank_metrics(method: str | Method, policies: dict[str, Policy]) -> dict[str, None]:
     """Every key of `train_step`'s metrics, with nothing measured."""
-    method = METHODS[method] if isinstance(method, str) else method
+    method = row_of(method)
     nothing = {policy.adapter: Policy.nothing for policy in distinct(policies)}
     return dict.fromkeys(step_metrics([], [], method, policies, nothing, Counter()))
 

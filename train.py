@@ -109,11 +109,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read and check everything that the user gave. Ends with one line and status 2 where something cannot work."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    parser.set_defaults(**dict.fromkeys(vars(args)))
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
         if args.evaluate is not None:
-            read_config(args, given)
+            parser.set_defaults(**dict.fromkeys(vars(args)))        # what is not None now was typed
+            read_config(args, {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None})
         elif args.show:
             raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
         tiny = args.model == "tiny"
