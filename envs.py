@@ -9,24 +9,40 @@ State is plain Python, so `copy.deepcopy(env)` is a branch of the tree.
     env.reset(Random(0))
     rewards, env = play(env, lambda env, agent: env.solve(agent))     # the expert plays; no model needed
 
-Read it part by part: 1. the interface, 2. problems, 3. grading, 4. the sandbox, 5. the math teams, 6. the table of tasks.
+Read it part by part: 1. the interface, 2. problems, 3. reading and grading, 4. the sandbox; then task by task: 5. math,
+6. games, 7. code, 8. search; 9. the table of tasks.
 Left out: tool calls in the middle of a completion, images, and any `eval` of a text that a model wrote.
 """
 
+import ast
+import contextlib
+import copy
+import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
+import secrets
+import select
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from random import Random
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,6 +64,13 @@ class Env:
 
     agents: tuple[str, ...]
     turn: int
+    penalty = 0.1               # what a text that cannot be parsed costs in outcome credit, unless the user says otherwise
+    tiny: dict = {}             # flags that train.py sets for the tiny model, unless the user does: size, turns, ...
+    recipe: dict = {}           # how the tiny model of this task is made, where it differs from the usual
+
+    def load(self, path: str | Path) -> list:
+        """Problems from a file. Raises ValueError with one line that says what is wrong with it."""
+        raise ValueError(f"{path}: this task makes its own problems and reads none from files")
 
     def reset(self, rng: Random) -> None:
         """Draw a task; the same seed gives the same task, in any process."""
@@ -89,6 +112,23 @@ def play(env: Env, choose: Callable[[Env, str], str]) -> tuple[list[tuple[str, R
         texts = [choose(env, agent) for agent in acting]    # all see the state at the start of the round
         rewards += [(agent, env.step(agent, text)) for agent, text in zip(acting, texts)]
     return rewards, env
+
+
+class Team(Env):
+    """What the teams below share: their settings, and a queue of who still has to act in this round."""
+
+    def __init__(self, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
+        self.turns, self.single_agent, self.terse, self.split = turns, single_agent, terse, split
+        self.queue: list[str] = []
+
+    def acting(self) -> tuple[str, ...]:
+        return tuple(self.queue)
+
+    def take_turn(self, agent: str) -> None:
+        """Take an agent out of the queue. Raises ValueError if it cannot act now."""
+        if agent not in self.queue:
+            raise ValueError(f"{agent!r} cannot act now; acting: {self.acting() or 'nobody, the play is over'}")
+        self.queue.remove(agent)
 
 
 class Shared(list):
@@ -154,12 +194,10 @@ QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "answers", "final_answer", "solution")
 
 
-def load_problems(path: str | Path) -> list[Problem]:
-    """Read problems from .jsonl (one object a line) or .json (one array of objects), in the shapes that people have.
+def read_rows(path: str | Path) -> list[tuple[str, dict]]:
+    """The objects of a .jsonl file (one a line) or a .json file (one array), each with its place for error messages.
 
-    The question stands under "question", "problem" or "prompt"; the answer under "answer", "answers", "final_answer" or
-    "solution", as a number, a text, or a list of accepted ones. Of a worked solution the part after `####` counts, else
-    its last \\boxed{}. Raises ValueError: one line that names the file, the line and what was missing.
+    Raises ValueError: one line that names the file, the line and what is wrong.
     """
     path = Path(path)
     try:
@@ -169,16 +207,33 @@ def load_problems(path: str | Path) -> list[Problem]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({error.__class__.__name__})") from None
     if not text.strip():
-        raise ValueError(f"{path}: the file is empty; needed is one JSON object a line, with a question and an answer")
+        raise ValueError(f"{path}: the file is empty; needed is one JSON object a line")
 
     if text.lstrip().startswith("["):       # one array
-        rows = [(f"row {i}", row) for i, row in enumerate(_json(text, f"{path}"), 1)]
+        rows = [(f"{path}, row {i}", row) for i, row in enumerate(_json(text, f"{path}"), 1)]
     else:
-        lines = [(f"line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [(where, _json(line, f"{path}, {where}")) for where, line in lines]
+        lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [(where, _json(line, where)) for where, line in lines]
     if not rows:
         raise ValueError(f"{path}: the file has no rows")
-    return [_problem(row, f"{path}, {where}") for where, row in rows]
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f'{where}: needed is an object like {{"question": ..., "answer": ...}}, not {type(row).__name__}')
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where}: the text is not valid unicode (half of a surrogate pair)") from None
+    return rows
+
+
+def load_problems(path: str | Path) -> list[Problem]:
+    """Read problems from a file, in the shapes that people have.
+
+    The question stands under "question", "problem" or "prompt"; the answer under "answer", "answers", "final_answer" or
+    "solution", as a number, a text, or a list of accepted ones. Of a worked solution the part after `####` counts, else
+    its last \\boxed{}. Raises ValueError: one line that names the file, the line and what was missing.
+    """
+    return [_problem(row, where) for where, row in read_rows(path)]
 
 
 def _json(text: str, where: str):
@@ -188,21 +243,18 @@ def _json(text: str, where: str):
         raise ValueError(f"{where}: not JSON ({error})") from None
 
 
-def _problem(row, where: str) -> Problem:
-    """One row of a file as a Problem. Raises ValueError with what is missing."""
-    if not isinstance(row, dict):
-        raise ValueError(f'{where}: needed is an object {{"question": ..., "answer": ...}}, not {type(row).__name__}')
+def question_of(row: dict, where: str) -> str:
+    """The question of a row, or of a chat its last message. Raises ValueError with what was looked for."""
     question = next((row[f] for f in QUESTION_FIELDS if row.get(f)), None)
-    if isinstance(question, list) and question and isinstance(question[-1], dict):      # a chat: its last message
+    if isinstance(question, list) and question and isinstance(question[-1], dict):
         question = question[-1].get("content")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no question; looked for {', '.join(QUESTION_FIELDS)}, found {_fields(row)}")
+    return question.strip()
 
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: the text is not valid unicode (half of a surrogate pair)") from None
 
+def _problem(row: dict, where: str) -> Problem:
+    question = question_of(row, where)
     given = [row[f] for f in ANSWER_FIELDS if row.get(f) not in (None, "", [])]
     if not given:
         raise ValueError(f"{where}: no answer; looked for {', '.join(ANSWER_FIELDS)}, found {_fields(row)}")
@@ -211,7 +263,7 @@ def _problem(row, where: str) -> Problem:
         if all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in accepted):
             finals = tuple(final_answer(str(a)) for a in accepted)
             if all(finals):
-                return Problem(question.strip(), finals)
+                return Problem(question, finals)
     raise ValueError(f"{where}: no final answer in {_fields(row)}; needed is `#### answer`, \\boxed{{answer}}, the answer "
                      "alone, or a list of accepted ones")
 
@@ -234,24 +286,60 @@ def final_answer(solution: str) -> str | None:
 # 3. Grading. Every function here takes any text, never raises, and is done in milliseconds.
 # ---------------------------------------------------------------------------------------------------------------------
 
-MAX_ANSWER = 4000       # characters; a longer answer is invalid before anything looks into it
+MAX_ANSWER = 1000       # characters; a longer answer is invalid before anything looks into it
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} whose braces balance; None without one, or if it is empty or too long."""
-    if r"\boxed" not in text:
-        return None
-    stack, found = [], None         # stack: where each open brace's content starts, and whether \boxed stands before it
-    for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):       # \{ and \} are text, not braces
-        token = match.group()
-        if token == "}" and stack:
-            start, boxed = stack.pop()
-            if boxed and (found is None or start > found[0]):
-                found = start, match.start()
-        elif token.endswith("{") and token != r"\{":
-            stack.append((match.end(), len(token) > 1))
-    content = text[slice(*found)].strip() if found else ""
+    end = len(text)
+    for _ in range(20):             # of the last boxes, those that are never closed do not count
+        end = text.rfind(r"\boxed", 0, end)
+        opening = re.compile(r"\\boxed\s{0,9}\{").match(text, end) if end >= 0 else None
+        depth = 1
+        for brace in re.finditer(r"\\.|[{}]", text[opening.end():opening.end() + MAX_ANSWER], re.DOTALL) if opening else ():
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)            # \{ and \} are text, not braces
+            if depth == 0:
+                return text[opening.end():opening.end() + brace.start()].strip() or None
+    return None
+
+
+def last_tag(text: str, name: str) -> str | None:
+    """What stands in the last <name>...</name>; None without one, or if it is empty or too long."""
+    end = text.rfind(f"</{name}>")
+    start = text.rfind(f"<{name}>", 0, max(end, 0))
+    content = text[start + len(name) + 2:end].strip() if start >= 0 else ""
     return content if 0 < len(content) <= MAX_ANSWER else None
+
+
+def verdict_in(text: str, *allowed: str) -> str | None:
+    """The last <verify>...</verify> with an allowed word in it, in lower case; None without one."""
+    found = re.findall(rf"<verify>\s{{0,9}}({'|'.join(allowed)})\s{{0,9}}</verify>", text, re.IGNORECASE)
+    return found[-1].lower() if found else None
+
+
+def last_list(text: str, marker: str = "") -> list | None:
+    """The list after the last marker, as Python or JSON, with any prose around it; without a marker the last list.
+
+    [U, R] may stand without quotes, a list of lists may span lines. Read as a literal, never evaluated.
+    """
+    _, found, text = text.rpartition(marker) if marker else ("", True, text)
+    if not found:
+        return None
+    text = text[:MAX_ANSWER] if marker else text[-MAX_ANSWER:]
+    spans, opened = [], []
+    for bracket in re.finditer(r"[][]", text):
+        if bracket.group() == "[":
+            opened.append(bracket.start())
+        elif opened and (start := opened.pop()) is not None and not opened:
+            spans.append(text[start:bracket.end()])
+    if not spans:
+        return None
+    span = re.sub(r"(?<=[\[,\s])([A-Za-z]+)(?=\s*[,\]])", r'"\1"', spans[0 if marker else -1])
+    try:
+        value = ast.literal_eval(span)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, list) else None
 
 
 def normal_form(answer: str) -> str:
@@ -336,7 +424,7 @@ def same_answer(given: str | None, accepted: str | tuple[str, ...]) -> bool:
     """Does the given answer equal one of the accepted ones? As numbers |a - b| <= 1e-6, else in normal form.
 
     Comma-separated lists, tuples and intervals are compared part by part, in order. None, an empty answer and one of
-    more than 4,000 characters equal nothing.
+    more than 1,000 characters equal nothing.
     """
     if isinstance(accepted, (tuple, list)):
         return any(same_answer(given, a) for a in accepted)
@@ -378,72 +466,169 @@ class Outcome(NamedTuple):
     error: str          # one line: what went wrong
 
 
+NO_PROGRAM = Outcome(False, False, "", "no python block")
 CPU_SECONDS, WALL_SECONDS, MEMORY, OUTPUT, MAX_PROGRAM = 2, 10, 512 << 20, 64 << 10, 20_000
 NOT_BUILT = 97          # the runner's exit status for a text that does not compile
+SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)     # programs that run at once, from however many threads
 
-# The child limits itself before it looks at the program: code that runs between fork and exec is unsafe beside threads.
+# Python asks this hook before it acts: the same refusals on every system. It stops accidents, not attackers.
+GUARD = """
+    never = set('''os.fork os.forkpty os.posix_spawn os.exec os.system subprocess.Popen os.kill os.killpg
+        ctypes.dlopen socket.connect socket.bind socket.getaddrinfo socket.sendto socket.sendmsg'''.split())
+    changes = set("os.remove os.rename os.rmdir os.link os.truncate os.chmod os.chown shutil.rmtree".split())
+    folder, writes = os.getcwd() + "/", os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    def guard(event, args, realpath=os.path.realpath, fsdecode=os.fsdecode):
+        if event in never: raise PermissionError(event + " is not allowed")
+        if event != "open" and event not in changes: return
+        for path in args[:1] if event == "open" else args[:2]:
+            if path is None or isinstance(path, int): continue
+            path = realpath(fsdecode(path))
+            change = event in changes or args[2] & writes and path != "/dev/null"
+            if (path + "/").startswith("/proc/") or change and not path.startswith(folder):
+                raise PermissionError(event + " is not allowed outside the program's folder")
+    sys.addaudithook(guard)
+"""
+# The child limits itself before it looks at the program: code between fork and exec is unsafe beside threads.
+# It starts no process, so none outlives it. (NPROC 0 does not bind root, and binds everyone else's threads too.)
 RUNNER = f"""
-import resource, sys
-for what, most in ((resource.RLIMIT_CPU, {CPU_SECONDS}), (resource.RLIMIT_AS, {MEMORY}),
-                   (resource.RLIMIT_FSIZE, {OUTPUT}), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 32)):
-    try: resource.setrlimit(what, (most, most))
-    except (ValueError, OSError): pass
-source, sys.argv = sys.argv[1], ["program.py"]
-try: code = compile(source, "program.py", "exec")
-except BaseException as e: sys.stderr.write(type(e).__name__ + ": " + str(e)); sys.exit({NOT_BUILT})
-import builtins
-builtins.exit = builtins.quit = sys.exit        # -S has left them out
-del resource, what, most, source, sys, builtins
+def start():
+    import builtins, os, resource, sys
+    for name, most in dict(CPU={CPU_SECONDS}, AS={MEMORY}, FSIZE={OUTPUT}, CORE=0, NOFILE=32, NPROC=0).items():
+        try: resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+        except (AttributeError, ValueError, OSError): pass
+    source, sys.argv = sys.argv[1], ["program.py"]
+    builtins.exit = builtins.quit = sys.exit        # -S has left them out
+{GUARD}
+    try: return compile(source, "program.py", "exec")
+    except BaseException as e: sys.stderr.write(type(e).__name__ + ": " + str(e)); sys.exit({NOT_BUILT})
+code = start()
+del start
 exec(code)
 """
+
+# What stands before "python". Both: no network, no other process in sight, no rights; bwrap: no files but Python's.
+# The child is not process 1 (which would ignore signals), and its signal n ends process 1 with status 128 + n.
+WALLS = {
+    "bwrap": ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--dev", "/dev", "--proc", "/proc",
+              *(part for path in ("/usr", "/lib", "/lib64", os.path.realpath(sys.base_prefix))
+                for part in ("--ro-bind-try", path, path)),
+              "--bind", "FOLDER", "FOLDER", "--chdir", "FOLDER"],
+    "unshare": [*"unshare --user --map-user=65534 --map-group=65534 --net --ipc --pid --fork --mount-proc".split(),
+                "--kill-child", "sh", "-c", '"$@"; exit $?', "sh"],
+    "plain": []}
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"]
+
+
+def works(wall: list[str]) -> bool:
+    """Does a program run behind this wall, on this Python? Who may not read our library can end up on another's."""
+    here = os.path.realpath(sys.base_prefix)
+    with contextlib.suppress(OSError):          # no such command
+        return here + "\n" == run_behind(wall, "import os, random, sys; print(os.path.realpath(sys.prefix))").stdout
+    return False
+
+
+@functools.cache
+def walls() -> list[str]:
+    """The first of WALLS that works here; for root, behind NOBODY if possible."""
+    users = [NOBODY, []] if os.geteuid() == 0 else [[]]
+    return next((user + wall for wall in WALLS.values() for user in users if works(user + wall)), [])
+
+
+def activity(pid: int) -> int | None:
+    """CPU time of a process and its children so far, in ticks; None if one of them wants to run or cannot be seen."""
+    try:
+        state, *stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        children = [activity(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return None
+    return None if state in (b"R", b"D") or None in children else sum(map(int, stat[10:14])) + sum(children)
+
+
+def wait(child: subprocess.Popen) -> int | None:
+    """The exit status; None after 10 s, or once it has slept for 2 s (five looks in a row, no CPU time used)."""
+    try:
+        pidfd = os.pidfd_open(child.pid)        # wakes us at once, where Popen.wait(10) naps for up to 50 ms
+    except (AttributeError, OSError):           # not Linux
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(WALL_SECONDS)
+        return None
+    with open(pidfd, "rb", buffering=0):        # closes it
+        ready, seen = select.poll(), [None] * 5
+        ready.register(pidfd, select.POLLIN)
+        for _ in range(2 * WALL_SECONDS):
+            if ready.poll(500):
+                return child.wait()
+            seen = [*seen[1:], activity(child.pid)]
+            if None not in seen and len(set(seen)) == 1:
+                break
+    return None
+
+
+def clear(folder: str) -> None:
+    """Delete a folder, whatever a program made of it; links are not followed."""
+    try:
+        os.unlink(folder) if os.path.islink(folder) else shutil.rmtree(folder)
+    except (OSError, RecursionError):           # read-only folders, or a thousand, one in the other
+        for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*tool, folder], check=False, stderr=subprocess.DEVNULL)
+
+
+def run_behind(wall: list[str], program: str, stdin: str = "") -> Outcome:
+    """Run a program behind a wall, a command that stands before "python". OSError if there is no such command."""
+    folder = os.path.realpath(tempfile.mkdtemp())
+    # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms; -B: no bytecode files
+    command = [*wall, os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", RUNNER, program]
+    try:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write(stdin.encode("utf-8", "replace"))
+            given.seek(0)
+            if wall[:1] == NOBODY[:1]:
+                os.chown(folder, 65534, 65534)
+            child = subprocess.Popen([folder if part == "FOLDER" else part for part in command], stdin=given,
+                                     stdout=out, stderr=err, cwd=folder, env={}, start_new_session=True,
+                                     executable=shutil.which(command[0]))        # on our PATH, unknown to it
+            try:
+                status = wait(child)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)        # behind a wall, that ends all its processes
+                child.wait()
+            out.seek(0)
+            err.seek(max(0, err.seek(0, os.SEEK_END) - 1000))
+            stdout = out.read(OUTPUT).decode("utf-8", "replace")
+            last = err.read().decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
+    finally:
+        clear(folder)
+    if status is None:
+        return Outcome(True, False, stdout, "out of time: it waits for something")
+    status = 128 - status if status > 128 else status
+    killed = "out of CPU time" if -status in (signal.SIGXCPU, signal.SIGKILL) else f"killed by signal {-status}"
+    error = killed if status < 0 else last or f"exit status {status}" if status else ""
+    return Outcome(status != NOT_BUILT, status == 0, stdout, error)
 
 
 def run_program(program: str, stdin: str = "") -> Outcome:
     """Run a Python program (standard library only) in a process of its own and return what it printed.
 
-    At most 2 s of CPU time, 10 s of wall time, 512 MiB of memory and 64 KiB in each file it writes, stdout included. It
-    starts in an empty folder that is deleted afterwards, with an empty environment, in its own process group, which is
-    killed at the end. This stops accidents; it is no security boundary. Needs a POSIX system.
+    At most 2 s of CPU time, 2 s asleep, 10 s in all, 512 MiB of memory, and 64 KiB in each file, stdout included. It
+    has an empty environment and an empty folder that is deleted after it. It starts no process, opens no connection,
+    sends no signal and changes no file elsewhere. Behind bwrap the kernel sees to all of this; behind unshare, to all
+    but files; with neither, a hook in Python does, which stops accidents and is no security boundary. Without bwrap a
+    program can read what its user can read. Needs a POSIX system.
     """
-    if len(program) > MAX_PROGRAM:
-        return Outcome(False, False, "", f"the program has more than {MAX_PROGRAM} characters")
-    try:
-        program.encode()
-    except UnicodeEncodeError:
-        return Outcome(False, False, "", "the program is not valid unicode")
-    if "\0" in program:
-        return Outcome(False, False, "", "the program contains a NUL character")
+    refused = (f"the program has more than {MAX_PROGRAM} characters" if len(program) > MAX_PROGRAM else
+               "the program contains a NUL character" if "\0" in program else
+               "the program is not valid unicode" if program != program.encode("utf-8", "replace").decode() else "")
+    if refused:
+        return Outcome(False, False, "", refused)
+    with SLOTS:
+        return run_behind(walls(), program, stdin)
 
-    folder = tempfile.mkdtemp()
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin.encode("utf-8", "replace"))
-        given.seek(0)
-        # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms
-        child = subprocess.Popen([sys.executable, "-I", "-S", "-c", RUNNER, program], stdin=given, stdout=out, stderr=err,
-                                 cwd=folder, env={}, start_new_session=True)
-        try:
-            status = child.wait(WALL_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = -signal.SIGALRM
-        finally:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)        # its children too
-            except ProcessLookupError:
-                pass
-            child.wait()
-            try:
-                shutil.rmtree(folder, ignore_errors=True)
-            except RecursionError:                              # a thousand folders, one in the other
-                subprocess.run(["rm", "-rf", folder], check=False)
-        out.seek(0)
-        err.seek(0, os.SEEK_END)
-        err.seek(max(0, err.tell() - 1000))
-        stdout = out.read(OUTPUT).decode("utf-8", "replace")
-        lines = err.read().decode("utf-8", "replace").strip().split("\n")
 
-    killed = {signal.SIGXCPU: "out of CPU time", signal.SIGKILL: "out of CPU time", signal.SIGALRM: "out of time"}
-    error = killed.get(-status, f"killed by signal {-status}") if status < 0 else lines[-1][:200] if status else ""
-    return Outcome(status != NOT_BUILT, status == 0, stdout, error)
+def run_programs(jobs: list[tuple[str, str]]) -> list[Outcome]:
+    """`run_program` on (program, stdin) pairs, side by side; the outcomes in the order of the jobs."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda job: run_program(*job), jobs))
 
 
 def python_block(text: str) -> str | None:
@@ -505,11 +690,6 @@ def draw(env: Env, rng: Random) -> Problem:
     return rng.choice(env.problems) if env.problems else generate_problem(rng, env.level, env.split)
 
 
-def check_turn(env: Env, agent: str) -> None:
-    if agent not in env.acting():
-        raise ValueError(f"{agent!r} cannot act now; acting: {env.acting() or 'nobody, the play is over'}")
-
-
 def shorten(text: str, limit: int = 300) -> str:
     """A long text as its first and last half limit of characters."""
     return text if len(text) <= limit else f"{text[:limit // 2]} ... {text[-limit // 2:]}"
@@ -525,7 +705,7 @@ class MathTurn(NamedTuple):
     error: str = ""
 
 
-class Math(Env):
+class Math(Team):
     """AT-GRPO's math team (paper section on math, appendix on rewards): a reasoner and a tool agent, at once.
 
     The reasoner thinks and answers in a box; the tool agent writes a program that prints the answer, which is run. Each
@@ -536,18 +716,20 @@ class Math(Env):
 
     agents = ("reasoner", "tool")
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 4,
-                 single_agent: bool = False, terse: bool = False, split: str = "train"):
-        self.problems, self.level, self.split, self.terse = Shared(problems or []), level, split, terse
-        self.agents, self.turns = (("reasoner",), 1) if single_agent else (Math.agents, turns)
+    def __init__(self, problems: list[Problem] | None = None, level: int = 2, **settings):
+        super().__init__(**settings)
+        self.problems, self.level = Shared(problems or []), level
+        if self.single_agent:
+            self.agents, self.turns = ("reasoner",), 1
+        self.tiny = {"turns": 2, "max_new_tokens": 24 * level}
+
+    def load(self, path: str | Path) -> list[Problem]:
+        return load_problems(path)
 
     def reset(self, rng: Random) -> None:
-        self.problem, self.turn, self.boxed = draw(self, rng), 0, None      # boxed: the reasoner's latest answer
+        self.problem, self.turn, self.boxed = draw(self, rng), 0, None      # boxed: the team's latest answer
         self.history, self.now = [], MathTurn()                             # finished turns; this turn so far
-        self.queue = list(self.agents)                                      # who is still to act in this turn
-
-    def acting(self) -> tuple[str, ...]:
-        return tuple(self.queue)
+        self.queue = list(self.agents)
 
     def observe(self, agent: str) -> str:
         question = self.problem.question
@@ -558,62 +740,114 @@ class Math(Env):
         task = BOX if agent == "reasoner" else PROGRAM
         if not self.history:
             return f"{question}\n\n{task}"
-        seen = "\n\n".join(
-            f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: {t.boxed or 'none'}\n"
-            f"The tool agent's program:\n{shorten(t.program) or 'none'}\n"
-            f"It printed: {shorten(t.printed or '') or t.error or 'nothing'}" for i, t in enumerate(self.history, 1))
+        seen = "\n\n".join(f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: "
+                           f"{t.boxed or 'none'}\n{tool_report(t)}" for i, t in enumerate(self.history, 1))
         return (f"{question}\n\nA reasoner and a tool agent have worked on this, and their answers differ.\n\n{seen}\n\n"
                 f"Decide who is right, or find what both overlooked, and solve the problem again. {task}")
 
     def step(self, agent: str, action: str) -> Reward:
-        check_turn(self, agent)
-        self.queue.remove(agent)
+        self.take_turn(agent)
+        self.now, reward = work(self.now, agent, action, self.problem)
         if agent == "reasoner":
-            self.boxed = last_boxed(action)
-            self.now = self.now._replace(solution=action, boxed=self.boxed)
-            reward = Reward(local=0.2 * (self.boxed is not None) + 0.8 * self.success(), valid=self.boxed is not None)
-        else:
-            program = python_block(action)
-            ran = run_program(program) if program is not None else Outcome(False, False, "", "no python block")
-            last_line = ran.stdout.strip().rsplit("\n", 1)[-1].strip()
-            printed = last_line if ran.ok and 0 < len(last_line) <= MAX_ANSWER else None
-            self.now = self.now._replace(program=program or "", printed=printed, error=ran.error)
-            right = same_answer(printed, self.problem.answers)
-            reward = Reward(local=0.1 * ran.built + 0.1 * (printed is not None) + 0.8 * right, valid=ran.built)
+            self.boxed = self.now.boxed
         reward.team = float(self.success())
         if not self.queue:
-            self._end_turn()
+            agree = self.now.printed is not None and same_answer(self.now.boxed, self.now.printed)
+            self.history.append(self.now)
+            self.now = MathTurn()
+            self.turn += 1
+            if not agree and self.turn < self.turns:
+                self.queue = list(self.agents)
         return reward
-
-    def _end_turn(self) -> None:
-        agree = self.now.printed is not None and same_answer(self.now.boxed, self.now.printed)
-        self.history.append(self.now)
-        self.now = MathTurn()
-        self.turn += 1
-        if not agree and self.turn < self.turns:
-            self.queue = list(self.agents)
 
     def success(self) -> bool:
         return same_answer(self.boxed, self.problem.answers)
 
     def solve(self, agent: str) -> str:
-        if agent == "reasoner":
+        if not agent.startswith("tool"):
             return worked(self.problem)
         shown = expression(self.problem.steps) if self.problem.steps else repr(self.problem.answers[0])
         return f"```python\nprint({shown})\n```"
 
     def slip(self, agent: str, rng: Random) -> str:
-        if agent == "reasoner":
+        if not agent.startswith("tool"):
             return worked(self.problem, rng)
         story = not self.problem.question.startswith("What")
         return self.solve(agent).replace("+", "-") if story and rng.random() < SLIP else self.solve(agent)
 
     def random_action(self, agent: str, rng: Random) -> str:
         guess = rng.randrange(10 ** len(self.problem.answers[0]))
-        return rf"\boxed{{{guess}}}" if agent == "reasoner" else f"```python\nprint({guess})\n```"
+        return f"```python\nprint({guess})\n```" if agent.startswith("tool") else rf"\boxed{{{guess}}}"
 
 
-class MathVerify(Env):
+class Ensemble(Math):
+    """AT-GRPO's scaling study: n reasoners and m tool agents work at once, then a judge answers in the same, only turn.
+
+    Numbered agents are of one role: reasoner1 and reasoner2 are groups of their own, and share the reasoner's policy. A
+    helper earns its local reward, as in `Math`; the judge team 1[right] and local .2 format + .8 right. The teacher's
+    slips: as in `Math`, and the judge believes the first reasoner.
+    """
+
+    def __init__(self, reasoners: int, tools: int, **settings):
+        super().__init__(**settings | {"turns": 1})
+        helpers = [f"reasoner{i + 1}" for i in range(reasoners)] + [f"tool{i + 1}" for i in range(tools)]
+        self.agents = (*helpers, "judge")
+        if self.single_agent or not helpers:
+            raise ValueError("an ensemble has helpers and a judge; it has no single agent")
+
+    def reset(self, rng: Random) -> None:
+        super().reset(rng)
+        self.helped = {}                                # helper -> its MathTurn
+        self.queue.remove("judge")
+
+    def observe(self, agent: str) -> str:
+        if agent != "judge":
+            return super().observe(agent.rstrip("0123456789"))
+        question = self.problem.question
+        if self.terse:
+            return f"judge: {question}" + "".join(f" {a} {t.boxed or t.printed or 'none'}." for a, t in self.helped.items())
+        seen = "\n\n".join(f"{a}: {shorten(t.solution)}\nIts answer: {t.boxed or 'none'}" if a.startswith("reasoner") else
+                           f"{a}. {tool_report(t)}" for a, t in self.helped.items())
+        return f"{question}\n\nOthers have worked on this:\n\n{seen}\n\nDecide who is right, or solve it yourself. {BOX}"
+
+    def step(self, agent: str, action: str) -> Reward:
+        self.take_turn(agent)
+        turn, reward = work(MathTurn(), agent, action, self.problem)
+        if agent == "judge":
+            self.boxed, self.turn = turn.boxed, 1
+            reward.team = float(self.success())
+        else:
+            self.helped[agent] = turn
+            self.queue = self.queue or ["judge"]
+        return reward
+
+    def slip(self, agent: str, rng: Random) -> str:
+        first = self.helped.get("reasoner1")
+        if agent == "judge" and first and first.boxed and rng.random() < SLIP:
+            return rf"\boxed{{{first.boxed}}}"
+        return self.solve(agent) if agent == "judge" else super().slip(agent, rng)
+
+
+def work(turn: MathTurn, agent: str, action: str, problem: Problem) -> tuple[MathTurn, Reward]:
+    """Read a reasoner's box, or run a tool agent's program: what is noted of it, and the local reward."""
+    if not agent.startswith("tool"):
+        boxed = last_boxed(action)
+        local = 0.2 * (boxed is not None) + 0.8 * same_answer(boxed, problem.answers)
+        return turn._replace(solution=action, boxed=boxed), Reward(local=local, valid=boxed is not None)
+    program = python_block(action)
+    ran = run_program(program) if program is not None else NO_PROGRAM
+    last_line = ran.stdout.strip().rsplit("\n", 1)[-1].strip()
+    printed = last_line if ran.ok and 0 < len(last_line) <= MAX_ANSWER else None
+    local = 0.1 * ran.built + 0.1 * (printed is not None) + 0.8 * same_answer(printed, problem.answers)
+    return turn._replace(program=program or "", printed=printed, error=ran.error), Reward(local=local, valid=ran.built)
+
+
+def tool_report(turn: MathTurn) -> str:
+    return (f"The tool agent's program:\n{shorten(turn.program) or 'none'}\n"
+            f"It printed: {shorten(turn.printed or '') or turn.error or 'nothing'}")
+
+
+class MathVerify(Team):
     """Dr. MAS's math loop (paper section 5.1, appendix B.1): a solver answers, a verifier approves or rejects.
 
     At most `turns` rounds, no verifier in the last one; approval ends the play. A text without a verdict approves, and
@@ -623,17 +857,19 @@ class MathVerify(Env):
 
     agents = ("solver", "verifier")
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 2,
-                 single_agent: bool = False, terse: bool = False, split: str = "train"):
-        self.problems, self.level, self.split, self.terse = Shared(problems or []), level, split, terse
-        self.agents, self.turns = (("solver",), 1) if single_agent else (MathVerify.agents, turns)
+    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 2, **settings):
+        super().__init__(turns, **settings)
+        self.problems, self.level = Shared(problems or []), level
+        if self.single_agent:
+            self.agents, self.turns = ("solver",), 1
+        self.tiny = {"max_new_tokens": 24 * level}
+
+    def load(self, path: str | Path) -> list[Problem]:
+        return load_problems(path)
 
     def reset(self, rng: Random) -> None:
         self.problem, self.turn, self.solution, self.boxed = draw(self, rng), 0, "", None
         self.history, self.queue = [], ["solver"]       # history: one (solution, verdict text) per rejected round
-
-    def acting(self) -> tuple[str, ...]:
-        return tuple(self.queue)
 
     def observe(self, agent: str) -> str:
         question = self.problem.question
@@ -650,7 +886,7 @@ class MathVerify(Env):
                 "step. Then end with your verdict, either <verify>approve</verify> or <verify>reject</verify>.")
 
     def step(self, agent: str, action: str) -> Reward:
-        check_turn(self, agent)
+        self.take_turn(agent)
         if agent == "solver":
             self.solution, self.boxed = action, last_boxed(action)
             last = self.turn == self.turns - 1
@@ -658,14 +894,14 @@ class MathVerify(Env):
             self.turn += last
             return Reward(team=float(self.success()), valid=self.boxed is not None)
 
-        verdicts = re.findall(r"<verify>\s{0,9}(approve|reject)\s{0,9}</verify>", action, re.IGNORECASE)
-        rejected = bool(verdicts) and verdicts[-1].lower() == "reject"
-        true = bool(verdicts) and rejected != self.success()
+        verdict = verdict_in(action, "approve", "reject")
+        rejected = verdict == "reject"
+        true = verdict is not None and rejected != self.success()
         self.turn += 1
         if rejected:
             self.history.append((self.solution, action))
         self.queue = ["solver"] if rejected else []
-        return Reward(local=float(true), valid=bool(verdicts))
+        return Reward(local=float(true), valid=verdict is not None)
 
     def success(self) -> bool:
         return same_answer(self.boxed, self.problem.answers)
@@ -687,7 +923,890 @@ class MathVerify(Env):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. The table of tasks
+# 6. Games: a tool agent and the one who decides, in turn
 # ---------------------------------------------------------------------------------------------------------------------
 
-TASKS: dict[str, Callable[..., Env]] = {"math": Math, "math-verify": MathVerify}
+
+class Game(Team):
+    """What plan-path, sokoban and sudoku share (AT-GRPO, appendix on games and planning).
+
+    In each turn the tool agent writes a program that prints an answer. It moves nothing: its answer is scored on a copy,
+    team reward 0. Then the decider sees the program, its output and the answer in it, and its own answer is executed.
+    The play ends when the game is won, or after `turns`. Local rewards, with `gain` and `insight` as each game says:
+        tool     .1 the program builds + .1 it runs and prints an answer + .8 gain of this answer
+        decider  .1 an answer can be read + .1 it is legal + .8 insight; team: `team_reward`
+    A game also says: `deal` a start, `picture` the state, `legal_form` of an answer, and `apply` it.
+    """
+
+    rules = example = ""
+
+    def __init__(self, size: int, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
+        super().__init__(turns, single_agent, terse, split)
+        self.size, self.decider = size, self.agents[-1]
+        self.agents = (self.decider,) if single_agent else self.agents
+
+    def reset(self, rng: Random) -> None:
+        self.turn, self.queue = 0, [self.agents[0]]
+        self.program, self.ran, self.tip = "", Outcome(False, False, "", ""), None      # of the tool agent, this turn
+        while True:
+            identity = self.deal(rng)
+            if held_out(identity) == (self.split == "eval"):
+                return
+
+    def observe(self, agent: str) -> str:
+        if self.terse:
+            tip = f" tool {self.write(self.tip)}" * (agent == self.decider and not self.single_agent)
+            return f"{agent}:{tip} {self.short()}"
+        task = f"{self.rules}\n\n{self.picture()}\n\nThis is turn {self.turn + 1} of at most {self.turns}."
+        if agent == "tool":
+            return (f"{task} Write a Python program that finds an answer and prints it, for example {self.example}, and nothing "
+                    "else. Use the standard library only. Put it in one ```python block.")
+        if not self.single_agent:
+            task += (f"\n\nA tool agent wrote this program:\n{shorten(self.program, 1000) or 'none'}\nIt printed: "
+                     f"{shorten(self.ran.stdout) or self.ran.error or 'nothing'}\nThe answer read from that: "
+                     f"{self.tip or 'none'}\nCheck it: take it over, or do better.")
+        return f"{task} Think, then end with #### and your answer on one line, for example: #### {self.example}"
+
+    def step(self, agent: str, action: str) -> Reward:
+        self.take_turn(agent)
+        before = copy.copy(self)         # states are replaced, never changed in place
+        if agent == "tool":
+            program = python_block(action)
+            self.program, self.ran = program or "", run_program(program) if program is not None else NO_PROGRAM
+            self.tip = self.read(last_list(self.ran.stdout)) if self.ran.ok else None
+            if self.tip is not None:
+                before.apply(self.tip)          # on the copy
+            gain = before.gain(self) if self.tip is not None else 0.0
+            self.queue = [self.decider]
+            return Reward(0.0, 0.1 * self.ran.built + 0.1 * (self.tip is not None) + 0.8 * gain, self.ran.built)
+
+        answer = self.read(last_list(action, marker="####"))
+        legal = answer is not None and self.apply(answer)
+        self.turn += 1
+        if not self.success() and self.turn < self.turns:
+            self.queue = [self.agents[0]]
+        insight = self.insight(before, answer) if answer is not None else 0.0
+        return Reward(self.team_reward(before), 0.1 * (answer is not None) + 0.1 * legal + 0.8 * insight, answer is not None)
+
+    def say(self, agent: str, answer: list) -> str:
+        """An answer in the form that this agent has to give it."""
+        return f"```python\nprint({self.write(answer)})\n```" if agent == "tool" else f"#### {self.write(answer)}"
+
+    def write(self, answer: list | None) -> str:
+        return "none" if answer is None else json.dumps(answer)
+
+    def solve(self, agent: str) -> str:
+        return self.say(agent, self.solution())
+
+
+Cell = tuple[int, int]      # row, column
+MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+
+
+def named(cells: Iterable[Cell]) -> str:
+    """Cells for the tiny model, a word each: row 0, column 2 is "ac"."""
+    return " ".join(chr(97 + r) + chr(97 + c) for r, c in sorted(cells))
+
+
+def beside(cell: Cell, move: str) -> Cell:
+    return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
+
+
+class Walk(Game):
+    """A game whose answer is a list of moves: U, D, L, R."""
+
+    example = '["U", "R", "R"]'
+
+    def read(self, answer) -> list[str] | None:
+        """A list of moves, or None. An answer is at most 10 moves per cell long."""
+        good = isinstance(answer, list) and len(answer) <= 10 * self.size**2 and all(move in list(MOVES) for move in answer)
+        return answer if good else None
+
+    def apply(self, moves: list[str]) -> bool:
+        """Make the moves, up to the end of the game; one that is not possible changes nothing. Were all possible, and some?"""
+        legal = bool(moves)
+        for move in moves:
+            if self.success():
+                break
+            legal &= self.go(move)
+        return legal
+
+    def say(self, agent: str, moves: list[str]) -> str:
+        """The tiny model says beside each move where it leads; that is prose, or a comment, and not read."""
+        if not self.terse:
+            return super().say(agent, moves)
+        state, trace = copy.copy(self), []
+        for move in moves:
+            state.go(move)
+            trace.append(f"{move} {state.where()}")
+        trace, answer = " ".join(trace), f"[{', '.join(moves)}]"
+        return f"```python\n# {trace}\nprint('{answer}')\n```" if agent == "tool" else f"{trace} #### {answer}"
+
+    def slip(self, agent: str, rng: Random) -> str:
+        moves = self.solution() or []
+        return self.say(agent, moves[:-1] if rng.random() < SLIP else moves)        # it stops one step too early
+
+    def random_action(self, agent: str, rng: Random) -> str:
+        return self.say(agent, rng.choices(list(MOVES), k=rng.randint(1, 2 * self.size)))
+
+
+class PlanPath(Walk):
+    """AT-GRPO's Plan-Path: walk from P to G on a grid on which 22 % of the cells are walls (paper, section on planning).
+
+    Team: 1 at the goal, else max(0, (d before - d after) / d at the start), d = length of the shortest way to the goal;
+    gain: the same. Insight: 1 if the first move lies on a shortest way. The teacher's slip: it stops one step too early.
+    """
+
+    agents = ("tool", "planner")
+    tiny = {"size": 4, "turns": 2, "max_new_tokens": 60}
+    recipe = {"layers": 3}
+    rules = ("You walk on a grid of cells, one cell a move: U (up), D (down), L (left) or R (right). P is where you are, G is "
+             "the goal, # is a wall, . is free. A move into a wall or off the grid does nothing.")
+
+    def __init__(self, size: int = 10, **settings):
+        super().__init__(size, **settings)
+
+    def deal(self, rng: Random) -> str:
+        cells = [(r, c) for r in range(self.size) for c in range(self.size)]
+        while True:
+            walls = frozenset(cell for cell in cells if rng.random() < 0.22)
+            if len(walls) < len(cells) - 1:
+                self.position, self.goal = rng.sample([cell for cell in cells if cell not in walls], 2)
+                self.distance = self.distances(walls)       # no entry: a wall, or no way from there
+                if self.position in self.distance:
+                    self.walls, self.start_distance = walls, self.distance[self.position]
+                    return self.picture()
+
+    def distances(self, walls: frozenset[Cell]) -> dict[Cell, int]:
+        """Breadth-first search from the goal: the length of the shortest way from each cell."""
+        found, queue = {self.goal: 0}, [self.goal]
+        for cell in queue:                                  # grows while it is read
+            for near in (beside(cell, move) for move in MOVES):
+                if near not in walls and near not in found and all(0 <= x < self.size for x in near):
+                    found[near] = found[cell] + 1
+                    queue.append(near)
+        return found
+
+    def picture(self) -> str:
+        marks = dict.fromkeys(self.walls, "#") | {self.goal: "G", self.position: "P"}
+        return "\n".join("".join(marks.get((r, c), ".") for c in range(self.size)) for r in range(self.size))
+
+    def short(self) -> str:
+        return f"walls {named(self.walls)} from {named([self.position])} to {named([self.goal])}"
+
+    def where(self) -> str:
+        return named([self.position])
+
+    def go(self, move: str) -> bool:
+        cell = beside(self.position, move)
+        if cell not in self.distance:                       # what cannot be reached cannot be entered
+            return False
+        self.position = cell
+        return True
+
+    def success(self) -> bool:
+        return self.position == self.goal
+
+    def gain(self, before: "PlanPath") -> float:
+        nearer = self.distance[before.position] - self.distance[self.position]
+        return 1.0 if self.success() else max(0.0, nearer / self.start_distance)
+
+    team_reward = gain
+
+    def insight(self, before: "PlanPath", moves: list[str]) -> float:
+        here = before.position
+        return float(bool(moves) and self.distance.get(beside(here, moves[0]), 1 << 30) < self.distance[here])
+
+    def solution(self) -> list[str]:
+        moves, here = [], self.position
+        while here != self.goal:
+            moves.append(next(m for m in MOVES if self.distance.get(beside(here, m), 1 << 30) < self.distance[here]))
+            here = beside(here, moves[-1])
+        return moves
+
+
+class Sokoban(Walk):
+    """AT-GRPO's Sokoban: push every box onto a goal (paper, section on games).
+
+    Team: boxes home / boxes. Gain: the share of the boxes' distance at the start, each to its nearest goal, that is won.
+    Insight: 1 if the state can still be solved, which a search decides. The teacher's slip: it stops one step too early.
+    """
+
+    agents = ("tool", "planner")
+    tiny = {"size": 5, "turns": 2, "max_new_tokens": 100}
+    recipe = {"layers": 3}
+    rules = ("Sokoban: you (@) push boxes ($) onto goals (.), one cell a move: U (up), D (down), L (left) or R (right). You "
+             "cannot pull, nor push two boxes at once, nor a box into a wall (#); such a move does nothing. - is free floor, "
+             "* a box on a goal, + you on a goal. A box in a corner is lost.")
+
+    def __init__(self, size: int = 6, boxes: int = 1, **settings):
+        super().__init__(size, **settings)
+        if not 5 <= size <= 10:
+            raise ValueError(f"--size {size}: a sokoban level has 5 to 10 rows, the walls around it included")
+        self.boxes_wanted = boxes
+
+    def deal(self, rng: Random) -> str:
+        """Reverse play: begin solved, and pull the boxes away. So every level can be solved."""
+        inner = [(r, c) for r in range(1, self.size - 1) for c in range(1, self.size - 1)]
+        while True:
+            self.floor = frozenset(cell for cell in inner if rng.random() > 0.15)
+            if len(self.floor) < self.boxes_wanted + 1:
+                continue
+            *goals, self.player = rng.sample(sorted(self.floor), self.boxes_wanted + 1)
+            self.goals = self.boxes = frozenset(goals)
+            for _ in range(20 * self.size):
+                move = rng.choice("UDLR")
+                ahead, behind = beside(self.player, move), (2 * self.player[0] - beside(self.player, move)[0],
+                                                            2 * self.player[1] - beside(self.player, move)[1])
+                if ahead in self.floor and ahead not in self.boxes:
+                    if behind in self.boxes:
+                        self.boxes = self.boxes - {behind} | {self.player}
+                    self.player = ahead
+            self.start_distance = self.distance()
+            if not self.boxes & self.goals:
+                return self.picture()
+
+    def picture(self) -> str:
+        def mark(cell: Cell) -> str:
+            goal = cell in self.goals
+            if cell == self.player:
+                return "+" if goal else "@"
+            if cell in self.boxes:
+                return "*" if goal else "$"
+            return "." if goal else "-" if cell in self.floor else "#"
+        return "\n".join("".join(mark((r, c)) for c in range(self.size)) for r in range(self.size))
+
+    def short(self) -> str:
+        walls = {(r, c) for r in range(1, self.size - 1) for c in range(1, self.size - 1)} - self.floor
+        return f"walls {named(walls)} goals {named(self.goals)} boxes {named(self.boxes)} from {named([self.player])}"
+
+    def where(self) -> str:
+        return f"{named([self.player])} box {named(self.boxes)}"
+
+    def go(self, move: str) -> bool:
+        after = pushed(self.floor, self.player, self.boxes, move)
+        if after is None:
+            return False
+        self.player, self.boxes = after
+        return True
+
+    def success(self) -> bool:
+        return self.boxes == self.goals
+
+    def distance(self) -> int:
+        return sum(min(abs(b[0] - g[0]) + abs(b[1] - g[1]) for g in self.goals) for b in self.boxes)
+
+    def gain(self, before: "Sokoban") -> float:
+        return 1.0 if self.success() else max(0.0, (before.distance() - self.distance()) / self.start_distance)
+
+    def team_reward(self, before: "Sokoban") -> float:
+        return len(self.boxes & self.goals) / len(self.boxes)
+
+    def insight(self, before: "Sokoban", moves: list[str]) -> float:
+        return float(self.solution() is not None)
+
+    def solution(self) -> list[str] | None:
+        return sokoban_moves(self.floor, self.goals, self.player, self.boxes)
+
+
+def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], move: str) -> tuple[Cell, frozenset[Cell]] | None:
+    """Player and boxes after a move; None if it is not possible."""
+    cell, behind = beside(player, move), beside(beside(player, move), move)
+    if cell not in floor or cell in boxes and (behind not in floor or behind in boxes):
+        return None
+    return cell, boxes - {cell} | {behind} if cell in boxes else boxes
+
+
+@functools.lru_cache(10_000)
+def sokoban_moves(floor: frozenset[Cell], goals: frozenset[Cell], player: Cell, boxes: frozenset[Cell]) -> list[str] | None:
+    """Breadth-first search: the shortest solution, or None if there is none, which is what a deadlock is."""
+    came, queue = {(player, boxes): None}, [(player, boxes)]
+    for state in queue:
+        if state[1] == goals:
+            moves = []
+            while came[state]:
+                state, move = came[state]
+                moves.append(move)
+            return moves[::-1]
+        for move in MOVES:
+            after = pushed(floor, *state, move)
+            if after is not None and after not in came:
+                came[after] = state, move
+                queue.append(after)
+    return None
+
+
+class Sudoku(Game):
+    """AT-GRPO's Sudoku: fill the grid so that each row, column and box holds 1 ... size once (paper, section on games).
+
+    Half of the cells are clues; they determine the rest and cannot be changed. A grid that breaks a rule or a clue is
+    refused; a legal one, complete or not, becomes the state. Team: 1 if solved. Insight: newly filled cells / size².
+    Gain, the paper's "sanity": the share of cells filled without breaking a rule or a clue. The teacher's slip: it fills
+    rows with the missing numbers in ascending order, and looks at no column.
+    """
+
+    agents = ("tool", "reasoner")
+    tiny = {"turns": 2, "max_new_tokens": 80}
+    recipe = {"layers": 3}
+
+    def __init__(self, size: int = 4, **settings):
+        super().__init__(size, **settings)
+        if size not in (4, 9):
+            raise ValueError(f"--size {size}: a sudoku has 4 or 9 rows")
+        self.box = math.isqrt(size)
+        self.example = f"[[{', '.join(map(str, range(1, size + 1)))}], ...]"
+        self.rules = (f"Sudoku: fill the {size} x {size} grid so that each row, each column and each {self.box} x {self.box} box "
+                      f"holds the numbers 1 to {size} once. 0 is an empty cell; the other numbers of the start stay. The answer "
+                      f"is the whole grid, a list of {size} rows.")
+
+    def deal(self, rng: Random) -> str:
+        """A random full grid; cells are emptied in random order as long as one solution remains, up to half of them."""
+        n = self.size
+        self.full = next(completions([[0] * n for _ in range(n)], rng))
+        self.clues, empty = [row[:] for row in self.full], 0
+        for cell in rng.sample(range(n * n), n * n):
+            r, c = divmod(cell, n)
+            self.clues[r][c] = 0
+            unique = len(list(itertools.islice(completions(self.clues), 2))) == 1
+            if not unique:
+                self.clues[r][c] = self.full[r][c]
+            empty += unique
+            if empty == n * n // 2:
+                break
+        self.grid = [row[:] for row in self.clues]
+        return repr(self.full)
+
+    def picture(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.grid)
+
+    def short(self) -> str:
+        return " ".join(str(value) for row in self.grid for value in row)
+
+    def read(self, answer) -> list[list[int]] | None:
+        """size rows of size whole numbers from 0 to size, or None."""
+        n = self.size
+        good = (isinstance(answer, list) and len(answer) == n and all(isinstance(row, list) and len(row) == n for row in answer)
+                and all(type(value) is int and 0 <= value <= n for row in answer for value in row))
+        return answer if good else None
+
+    def faults(self, grid: list[list[int]]) -> set[Cell]:
+        """The cells that repeat a number in a row, column or box, or change a clue."""
+        n, b = self.size, self.box
+        seen, faults = {}, set()
+        for r, c in itertools.product(range(n), range(n)):
+            value = grid[r][c]
+            if self.clues[r][c] not in (0, value):
+                faults.add((r, c))
+            for group in (("row", r), ("column", c), ("box", r // b, c // b)) if value else ():
+                first = seen.setdefault((group, value), (r, c))
+                if first != (r, c):
+                    faults |= {first, (r, c)}
+        return faults
+
+    def filled(self) -> int:
+        return sum(value > 0 for row in self.grid for value in row)
+
+    def apply(self, grid: list[list[int]]) -> bool:
+        self.tried = grid
+        if self.faults(grid):
+            return False
+        self.grid = [row[:] for row in grid]
+        return True
+
+    def success(self) -> bool:
+        return self.filled() == self.size**2        # only legal grids become the state
+
+    def gain(self, before: "Sudoku") -> float:
+        faults = self.faults(self.tried)
+        good = sum(self.tried[r][c] > 0 and (r, c) not in faults for r in range(self.size) for c in range(self.size))
+        return good / self.size**2
+
+    def team_reward(self, before: "Sudoku") -> float:
+        return float(self.success())
+
+    def insight(self, before: "Sudoku", grid: list[list[int]]) -> float:
+        return max(0, self.filled() - before.filled()) / self.size**2
+
+    def solution(self) -> list[list[int]]:
+        return self.full
+
+    def slip(self, agent: str, rng: Random) -> str:
+        if rng.random() >= SLIP:
+            return self.solve(agent)
+        rows = []
+        for row in self.clues:
+            missing = iter(sorted(set(range(1, self.size + 1)) - set(row)))
+            rows.append([value or next(missing) for value in row])
+        return self.say(agent, rows)
+
+    def random_action(self, agent: str, rng: Random) -> str:
+        return self.say(agent, [[value or rng.randint(1, self.size) for value in row] for row in self.clues])
+
+
+def completions(grid: list[list[int]], rng: Random | None = None) -> Iterator[list[list[int]]]:
+    """All ways to complete a Sudoku, one by one; with rng in random order. Fills the cell with the fewest choices first."""
+    n, b = len(grid), math.isqrt(len(grid))
+    rows, columns, boxes = ([set(range(1, n + 1)) for _ in range(n)] for _ in range(3))     # what each still lacks
+    empty = set()
+    for r, c in itertools.product(range(n), range(n)):
+        if value := grid[r][c]:
+            for group in (rows[r], columns[c], boxes[r // b * b + c // b]):
+                group.discard(value)
+        else:
+            empty.add((r, c))
+    grid = [row[:] for row in grid]
+
+    def fill() -> Iterator[list[list[int]]]:
+        if not empty:
+            yield [row[:] for row in grid]
+            return
+        choices = {(r, c): rows[r] & columns[c] & boxes[r // b * b + c // b] for r, c in sorted(empty)}
+        r, c = min(choices, key=lambda cell: len(choices[cell]))
+        values = sorted(choices[r, c])
+        if rng:
+            rng.shuffle(values)
+        groups = rows[r], columns[c], boxes[r // b * b + c // b]
+        empty.remove((r, c))
+        for value in values:
+            for group in groups:
+                group.remove(value)
+            grid[r][c] = value
+            yield from fill()
+            for group in groups:
+                group.add(value)
+        grid[r][c] = 0
+        empty.add((r, c))
+
+    return fill()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Code: a coder and a tester, at once
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class CodeProblem(NamedTuple):
+    question: str
+    solution: str                           # the reference
+    tests: tuple[tuple[str, str], ...]      # hidden: (what is read, what must be printed); for a function: (asserts, "")
+    function: str = ""                      # the function to write (HumanEval); "": a program that reads and prints
+
+
+STEPS = (("Double each number.", "[2 * v for v in x]"), ("Square each number.", "[v * v for v in x]"),
+         ("Add {k} to each number.", "[v + {k} for v in x]"), ("Take {k} from each number.", "[v - {k} for v in x]"),
+         ("Keep the even numbers.", "[v for v in x if v % 2 == 0]"), ("Keep the numbers above {k}.", "[v for v in x if v > {k}]"),
+         ("Drop the first number.", "x[1:]"), ("Sort the numbers.", "sorted(x)"))
+ENDS = (("Print their sum.", "sum(x)"), ("Print the largest, or 0 if none is left.", "max(x, default=0)"),
+        ("Print the smallest, or 0 if none is left.", "min(x, default=0)"), ("Print them on one line.", "*x"))
+
+
+def generate_code_problem(rng: Random, level: int, split: str = "train") -> CodeProblem:
+    """`level` steps and a print: "Double each number. Print their sum." split is "train" or "eval": disjoint problems."""
+    while True:
+        parts = [(text.format(k=k), code.format(k=k)) for text, code in rng.choices(STEPS, k=level) for k in [rng.randint(2, 9)]]
+        end, printed = rng.choice(ENDS)
+        question = " ".join(["Read one line of whole numbers.", *(text for text, _ in parts), end])
+        if held_out(question) == (split == "eval"):
+            break
+    lines = ["x = [int(w) for w in input().split()]", *(f"x = {code}" for _, code in parts), f"print({printed})"]
+    solution = "\n".join(lines)
+    inputs = [" ".join(str(rng.randint(-5, 30)) for _ in range(rng.randint(3, 6))) for _ in range(3)]
+    return CodeProblem(question, solution, tuple((given, printed_by(solution, given)) for given in inputs))
+
+
+def printed_by(solution: str, given: str) -> str:
+    """What a generated solution, which is our own text, prints for an input."""
+    said = []
+    exec(solution, {"input": lambda: given, "print": lambda *values: said.append(" ".join(map(str, values)))})
+    return "\n".join(said)
+
+
+def run_tests(problem: CodeProblem, program: str, tests: Sequence[tuple[str, str]]) -> list[tuple[bool, Outcome]]:
+    """Run a program on each test: does it pass (spaces do not count), and what happened."""
+    if not problem.function:
+        outcomes = run_programs([(program, given) for given, _ in tests])
+        return [(ran.ok and ran.stdout.split() == printed.split(), ran) for ran, (_, printed) in zip(outcomes, tests)]
+    proof = secrets.token_hex(8)        # printed behind the asserts: a program that leaves early cannot know it
+    outcomes = run_programs([(f"{problem.question}\n{program}\n{asserts}\nprint('\\n{proof}')", "") for asserts, _ in tests])
+    return [(ran.ok and ran.stdout.strip().endswith(proof), ran) for ran in outcomes]
+
+
+def read_test(problem: CodeProblem, text: str) -> tuple[str, str] | None:
+    """The test in a tester's text, or None: the last Test Input and Test Output; for a function one assert in a block."""
+    if problem.function:
+        block = (python_block(text) or "").strip()
+        good = len(block) <= MAX_ANSWER and re.fullmatch(rf"assert\b[^\n]*\b{problem.function}\([^\n]*", block)
+        return (block, "") if good else None
+    before, found, printed = text.rpartition("**Test Output:**")
+    _, found_too, given = before.rpartition("**Test Input:**")
+    given, printed = (part.split("```")[1].partition("\n")[2] if part.count("```") > 1 else part.strip().split("\n\n")[0]
+                      for part in (given[:MAX_ANSWER], printed[:MAX_ANSWER]))
+    return (given.strip("\n"), printed.strip()) if found and found_too else None
+
+
+def load_code_problems(path: str | Path) -> list[CodeProblem]:
+    """Read programming problems: HumanEval's fields (prompt, entry_point, test, canonical_solution), or a question with
+    "tests" and a "solution".
+
+    Tests: a list of {"input": ..., "output": ...}, or {"inputs": [...], "outputs": [...]}, or either as a JSON text (APPS
+    keeps it under "input_output"); a list of solutions is tried from its start. Raises ValueError with what is missing.
+    """
+    return [_code_problem(row, where) for where, row in read_rows(path)]
+
+
+def _code_problem(row: dict, where: str) -> CodeProblem:
+    if row.get("entry_point"):
+        fields = {name: row.get(name) for name in ("prompt", "entry_point", "test", "canonical_solution")}
+        if not all(isinstance(value, str) and value.strip() for value in fields.values()):
+            raise ValueError(f"{where}: needed with entry_point are the texts {', '.join(fields)}; found {_fields(row)}")
+        asserts = f"{row['test']}\ncheck({row['entry_point']})"
+        return CodeProblem(row["prompt"], row["canonical_solution"], ((asserts, ""),), row["entry_point"])
+
+    def unpacked(value):
+        return _json(value, where) if isinstance(value, str) and value.strip()[:1] in ("[", "{") else value
+
+    tests = unpacked(row.get("tests") or row.get("input_output"))
+    if isinstance(tests, dict):
+        tests = [{"input": a, "output": b} for a, b in zip(tests.get("inputs", ()), tests.get("outputs", ()))]
+    good = isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests)
+    solution = unpacked(row.get("solution") or row.get("solutions"))
+    solution = solution[0] if isinstance(solution, list) and solution else solution
+    if not good or not isinstance(solution, str):
+        raise ValueError(f'{where}: needed are "tests", a list of {{"input": ..., "output": ...}}, and a "solution"; found '
+                         f"{_fields(row)}")
+    return CodeProblem(question_of(row, where), python_block(solution) or solution,
+                       tuple((_lines(t["input"]), _lines(t["output"])) for t in tests))
+
+
+def _lines(value) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+class Attempt(NamedTuple):
+    """One turn of the code team; got: what the code printed on the test, or why it failed."""
+
+    code: str = ""
+    test: tuple[str, str] | None = None
+    got: str = ""
+    agree: bool = False
+
+
+class Code(Team):
+    """AT-GRPO's code team (paper, section on coding): a coder and a tester, at once.
+
+    The coder writes a program, the tester one test. The play ends when this turn's code passes this turn's test, or after
+    `turns`; later prompts show both the mismatches. Success: all hidden tests pass. Team: the share of them that pass.
+    Local: coder .1 builds + .1 runs + .8 share; tester .2 a test can be read + .8 the reference passes it, so that it is
+    never paid for the coder's work. The teacher's slips: the coder forgets int(), the tester the first step.
+    """
+
+    agents = ("coder", "tester")
+    tiny = {"level": 1, "turns": 2, "max_new_tokens": 80}
+    recipe = {"plays": 250}
+
+    def __init__(self, problems: list[CodeProblem] | None = None, level: int = 2, **settings):
+        super().__init__(**settings)
+        self.problems, self.level = Shared(problems or []), level
+        if self.single_agent:
+            self.agents, self.turns = ("coder",), 1
+
+    def load(self, path: str | Path) -> list[CodeProblem]:
+        return load_code_problems(path)
+
+    def reset(self, rng: Random) -> None:
+        self.problem = rng.choice(self.problems) if self.problems else generate_code_problem(rng, self.level, self.split)
+        self.turn, self.history, self.now, self.share = 0, [], Attempt(), 0.0       # share of hidden tests that pass
+        self.queue = list(self.agents)
+
+    def observe(self, agent: str) -> str:
+        question, function = self.problem.question, self.problem.function
+        mismatches = [a for a in self.history if a.test]
+        if self.terse:
+            return f"{agent}: {question}" + "".join(f" Got {shorten(a.got, 60)}." for a in mismatches[-1:])
+        seen = "".join(f"\n\nTurn {i}. The coder's program:\n{shorten(a.code, 2000) or 'none'}\nThe tester's test:\n"
+                       f"{test_text(function, a.test)}\nThe program gave: {shorten(a.got) or 'nothing'}"
+                       for i, a in enumerate(self.history, 1) if a.test)
+        if seen:
+            seen += "\n\nProgram and test disagree. Decide which of the two is wrong, then give a right one."
+        if agent == "coder":
+            what = f"Write the Python function {function}" if function else \
+                "Write a Python program that reads the input with input() and prints the answer"
+            return f"{question}{seen}\n\n{what}. Use the standard library only. Put it in one ```python block."
+        form = f"one line, assert {function}(...) == ..., in a ```python block" if function else \
+            "in this form:\n**Test Input:**\n```\nwhat the program reads\n```\n**Test Output:**\n```\nwhat it must print\n```"
+        return f"{question}{seen}\n\nWrite one new test for a program that solves this, one you are sure of, {form}"
+
+    def step(self, agent: str, action: str) -> Reward:
+        self.take_turn(agent)
+        if agent == "coder":
+            program = python_block(action)
+            results = run_tests(self.problem, program, self.problem.tests) if program is not None else [(False, NO_PROGRAM)]
+            self.now = self.now._replace(code=program or "")
+            self.share = sum(passed for passed, _ in results) / len(results)
+            built = all(ran.built for _, ran in results)
+            runs = all(ran.ok or ran.error.startswith("AssertionError") for _, ran in results)
+            reward = Reward(self.share, 0.1 * built + 0.1 * runs + 0.8 * self.share, built)
+        else:
+            test = read_test(self.problem, action)
+            if test:
+                ((right, _),) = run_tests(self.problem, self.problem.solution, [test])
+                ((agree, ran),) = run_tests(self.problem, self.now.code, [test])
+                self.now = self.now._replace(test=test, agree=agree, got=ran.stdout.strip() if ran.ok else ran.error)
+            reward = Reward(self.share, 0.2 * bool(test) + 0.8 * (bool(test) and right), bool(test))
+        if not self.queue:
+            self.turn += 1
+            self.history.append(self.now)
+            if not self.now.agree and self.turn < self.turns:
+                self.queue = list(self.agents)
+            self.now = Attempt()
+        return reward
+
+    def success(self) -> bool:
+        return self.share == 1.0
+
+    def solve(self, agent: str) -> str:
+        if agent == "coder":
+            return f"```python\n{self.problem.solution}\n```"
+        given, printed = self.problem.tests[0]
+        if self.problem.function:       # the first of the hidden asserts
+            asserts = [ast.unparse(node) for node in ast.walk(ast.parse(given)) if isinstance(node, ast.Assert)]
+            given = next((a for a in asserts if "candidate(" in a), "assert True").replace("candidate(", self.problem.function + "(")
+        return test_text(self.problem.function, (given, printed))
+
+    def slip(self, agent: str, rng: Random) -> str:
+        if rng.random() >= SLIP:
+            return self.solve(agent)
+        if agent == "coder":
+            return self.solve(agent).replace("[int(w) for w in input().split()]", "input().split()")
+        first, _, *rest = self.problem.solution.split("\n")
+        given = self.problem.tests[0][0]
+        return test_text("", (given, printed_by("\n".join([first, *rest]), given)))
+
+    def random_action(self, agent: str, rng: Random) -> str:
+        other = generate_code_problem(rng, self.level)
+        return f"```python\n{other.solution}\n```" if agent == "coder" else test_text("", other.tests[0])
+
+
+def test_text(function: str, test: tuple[str, str]) -> str:
+    """A test as a tester has to write it."""
+    given, printed = test
+    return f"```python\n{given}\n```" if function else f"**Test Input:**\n```\n{given}\n```\n**Test Output:**\n```\n{printed}\n```"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Search: a verifier sends to the search agent or to the answer agent
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+class BM25:
+    """The usual lexical retriever (Okapi BM25, k1 = 1.5, b = .75): rare words of the query count more, long passages less.
+
+        score(passage) = sum over the query's words w:  idf(w) · tf · (k1 + 1) / (tf + k1 · (1 - b + b · length / mean length))
+    """
+
+    def __init__(self, passages: Sequence[Passage], k1: float = 1.5, b: float = 0.75):
+        self.passages = passages
+        counts = [Counter(words(f"{p.title} {p.text}")) for p in passages]
+        lengths = np.array([sum(count.values()) for count in counts], dtype=float)              # (passages,)
+        postings: dict[str, list[tuple[int, int]]] = {}
+        for i, count in enumerate(counts):
+            for word, tf in count.items():
+                postings.setdefault(word, []).append((i, tf))
+        norm = k1 * (1 - b + b * lengths / max(lengths.mean(), 1))                              # (passages,)
+        self.scores = {}                            # word -> (passages that have it, what it adds to the score of each)
+        for word, pairs in postings.items():
+            where, tf = np.array(pairs).T                                                       # (n,), (n,)
+            idf = math.log(1 + (len(passages) - len(where) + 0.5) / (len(where) + 0.5))
+            self.scores[word] = where, idf * tf * (k1 + 1) / (tf + norm[where])
+
+    def __deepcopy__(self, memo: dict) -> "BM25":
+        return self                                 # read-only: copies of an env share it
+
+    def search(self, query: str, k: int = 3) -> list[int]:
+        """The positions of the k best passages, best first; those without any of the query's words are left out."""
+        total = np.zeros(len(self.passages))                                                    # (passages,)
+        for word in set(words(query[:MAX_ANSWER])):
+            where, added = self.scores.get(word, ((), ()))
+            total[list(where) if isinstance(where, tuple) else where] += added
+        best = np.argpartition(-total, min(k, len(total) - 1))[:k] if len(total) > k else np.arange(len(total))
+        return [int(i) for i in sorted(best, key=lambda i: (-total[i], i)) if total[i] > 0]
+
+
+class SearchProblem(NamedTuple):
+    question: str
+    answers: tuple[str, ...]
+    support: tuple[int, ...] = ()       # the passages that one needs; -1: not in the corpus
+    queries: tuple[str, ...] = ()       # what the expert asks to find each
+
+
+PEOPLE = "Ann Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Olga Pam Quin Ray Sue Tom".split()
+LINKS = ("boss", "friend", "teacher")
+FACTS = {"city": ("Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi"), "sport": ("golf", "chess", "judo", "tennis", "rugby"),
+         "color": ("red", "blue", "green", "black", "white"), "pet": ("cat", "dog", "parrot", "snake", "goat")}
+
+
+def generate_search_problem(rng: Random, split: str) -> tuple[SearchProblem, BM25]:
+    """A small world of six people, one passage a fact, and a question that needs two of them."""
+    while True:
+        people = rng.sample(PEOPLE, 6)
+        linked = {(link, p): rng.choice([q for q in people if q != p]) for link in LINKS for p in people}
+        facts = linked | {(fact, p): rng.choice(values) for fact, values in FACTS.items() for p in people}
+        (link, who), fact = rng.choice(list(linked)), rng.choice(list(FACTS))
+        hops = (link, who), (fact, facts[link, who])
+        if held_out(repr((hops, facts[hops[1]]))) == (split == "eval"):
+            break
+    keys = rng.sample(list(facts), len(facts))
+    passages = [Passage(p, f"The {what} of {p} is {facts[what, p]}.") for what, p in keys]
+    problem = SearchProblem(f"What is the {fact} of the {link} of {who}?", (facts[hops[1]],),
+                            tuple(keys.index(hop) for hop in hops), tuple(f"{what} of {p}" for what, p in hops))
+    return problem, BM25(passages)
+
+
+def load_corpus(path: str | Path) -> BM25:
+    """Passages from a file with "text" and, if there is one, "title" in each row. Raises ValueError with what is missing."""
+    passages = []
+    for where, row in read_rows(path):
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f'{where}: no "text"; found {_fields(row)}')
+        passages.append(Passage(str(row.get("title") or ""), row["text"]))
+    return BM25(passages)
+
+
+def normal_text(text: str) -> str:
+    """Lower case, without punctuation, articles and extra spaces: what an exact match compares."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+
+
+class Search(Team):
+    """Dr. MAS's search team (paper section 5.2, appendix B.2): in each turn a verifier sends to one of two others.
+
+    The verifier says whether what was found is enough: yes calls the answer agent, no the search agent, and on the last
+    turn ends the play. A text without a verdict counts as yes. The search agent's query is answered with the three best
+    passages; an answer ends the play. A query or answer that cannot be read costs the turn. Success: exact match.
+    Step rewards are ours: verifier local 1[yes exactly when all needed passages are found]; search local 1[a new one of
+    them]; answer team 1[match]. The single agent does both, as it chooses. The teacher's slip: the verifier says yes after
+    the first search.
+    """
+
+    agents = ("verifier", "search", "answer")
+    penalty = 0.01
+    tiny = {"max_new_tokens": 20}
+
+    def __init__(self, problems: list[SearchProblem] | None = None, corpus: BM25 | None = None, **settings):
+        super().__init__(**settings)
+        self.problems, self.corpus = Shared(problems or []), corpus
+        self.agents = ("answer",) if self.single_agent else self.agents
+
+    def load(self, path: str | Path) -> list[SearchProblem]:
+        """Questions with answers, as `load_problems`; "supporting_titles" names the passages that one needs."""
+        if not self.corpus:
+            raise ValueError(f"{path}: questions need passages to search in; give --corpus FILE")
+        place = {p.title: i for i, p in reversed(list(enumerate(self.corpus.passages)))}
+        problems = []
+        for problem, (_, row) in zip(load_problems(path), read_rows(path)):
+            titles = tuple(map(str, row.get("supporting_titles") or ()))
+            problems.append(SearchProblem(problem.question, problem.answers, tuple(place.get(t, -1) for t in titles), titles))
+        return problems
+
+    def reset(self, rng: Random) -> None:
+        if self.problems:
+            self.problem, self.index = rng.choice(self.problems), self.corpus
+        else:
+            self.problem, self.index = generate_search_problem(rng, self.split)
+        self.turn, self.history, self.said, self.answer = 0, [], "", None       # history: (query, passages found)
+        self.queue = [self.agents[0]]
+
+    def complete(self) -> bool:
+        """Are all needed passages found? Where a file does not name them: does one that was found hold the answer?"""
+        found = {i for _, hits in self.history for i in hits}
+        if self.problem.support:
+            return found.issuperset(self.problem.support)
+        texts = [normal_text(self.index.passages[i].text) for i in found]
+        return any(normal_text(a) in text for a in self.problem.answers for text in texts)
+
+    def observe(self, agent: str) -> str:
+        question, passages = self.problem.question, self.index.passages
+        if self.terse:      # the best passage last
+            return f"{agent}: {question}" + "".join(" found" + "".join(f" {passages[i].text}" for i in hits[::-1])
+                                                    for _, hits in self.history)
+        seen = "".join(f"\n\nStep {n}: <search>{shorten(query) or 'no query'}</search>\n<information>" + "\n".join(
+            f"Doc {d} ({passages[i].title}): {shorten(passages[i].text, 2000)}" for d, i in enumerate(hits, 1)) + "</information>"
+            for n, (query, hits) in enumerate(self.history, 1))
+        task = f"Question: {question}{seen}\n\nThis is step {self.turn + 1} of at most {self.turns}. "
+        if agent == "verifier":
+            return task + ("Judge whether the information found so far is enough to answer. End with your verdict, "
+                           "<verify>yes</verify> or <verify>no</verify>.")
+        if agent == "search":
+            return f"{task}More information is needed: {shorten(self.said)}\n\nThink, then give one query in <search></search>."
+        search = "Either give one search query in <search></search>, or answer: think, then " * self.single_agent
+        return f"{task}{search or 'Think, then '}give the short answer alone in <answer></answer>."
+
+    def step(self, agent: str, action: str) -> Reward:
+        self.take_turn(agent)
+        last = self.turn == self.turns - 1
+        if agent == "verifier":
+            verdict = verdict_in(action, "yes", "no")
+            self.said, enough = action, verdict != "no"
+            self.queue = ["answer"] if enough else [] if last else ["search"]
+            self.turn += not self.queue
+            return Reward(local=float(verdict is not None and enough == self.complete()), valid=verdict is not None)
+
+        self.turn += 1
+        self.answer = last_tag(action, "answer") if agent == "answer" else None
+        query = last_tag(action, "search") if agent == "search" or self.single_agent and not self.answer else None
+        before = self.found()
+        if query:
+            self.history.append((query, self.index.search(query)))
+        if not self.answer and not last:
+            self.queue = [self.agents[0]]
+        return Reward(float(self.success()), float(self.found() > before), bool(self.answer or query))
+
+    def found(self) -> int:
+        """How many of the needed passages are found."""
+        return len({i for _, hits in self.history for i in hits}.intersection(self.problem.support))
+
+    def success(self) -> bool:
+        return self.answer is not None and normal_text(self.answer) in map(normal_text, self.problem.answers)
+
+    def solve(self, agent: str) -> str:
+        if agent == "verifier":
+            return f"<verify>{'yes' if self.complete() or self.turn == self.turns - 1 else 'no'}</verify>"
+        if agent == "search" or self.single_agent and not self.complete() and self.turn < self.turns - 1:
+            asked = {query for query, _ in self.history}
+            return f"<search>{next((q for q in self.problem.queries if q not in asked), self.problem.question)}</search>"
+        guess = "".join(self.index.passages[hits[0]].text for _, hits in self.history[-1:] if hits).rstrip(".").split()[-1:]
+        return f"<answer>{self.problem.answers[0] if self.complete() else ''.join(guess) or 'unknown'}</answer>"
+
+    def slip(self, agent: str, rng: Random) -> str:
+        if agent == "verifier" and self.history and rng.random() < SLIP:
+            return "<verify>yes</verify>"
+        return self.solve(agent)
+
+    def random_action(self, agent: str, rng: Random) -> str:
+        if agent == "verifier":
+            return f"<verify>{rng.choice(('yes', 'no'))}</verify>"
+        word = rng.choice(rng.choice(self.index.passages).text.rstrip(".").split())
+        return f"<{agent}>{word}</{agent}>"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. The table of tasks
+# ---------------------------------------------------------------------------------------------------------------------
+
+def math_team(reasoners: int = 0, tools: int = 0, **settings) -> Env:
+    """The pair of a reasoner and a tool agent; with numbers of them an ensemble, whose judge has the last word."""
+    return Ensemble(reasoners, tools, **settings) if reasoners or tools else Math(**settings)
+
+
+TASKS: dict[str, Callable[..., Env]] = {"math": math_team, "math-verify": MathVerify, "plan-path": PlanPath,
+                                        "sokoban": Sokoban, "sudoku": Sudoku, "code": Code, "search": Search}

@@ -688,14 +688,15 @@ def tiny_model(make_env: Callable[[], object], seed: int = 0, cache: str | Path 
     Made on first use, in one or two minutes, then kept in cache (default: $XDG_CACHE_HOME or ~/.cache, under mas_rl/) in a
     folder named by a hash of what it depends on: the first plays of its teacher, the recipe, the seed.
     """
+    recipe = TINY | make_env().recipe
     some = teacher_lessons(make_env, Random(f"{seed}/imitation"), plays=20)     # enough to notice another wording or slip
-    key = hashlib.sha256(json.dumps([TINY, WORD, CHAT, seed, some]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([recipe, WORD, CHAT, seed, some]).encode()).hexdigest()[:16]
     cache = Path(cache or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mas_rl"
     folder = cache / f"tiny-{key}"
     if not (folder / "model.safetensors").exists():
-        lessons = teacher_lessons(make_env, Random(f"{seed}/imitation"), TINY["plays"])
+        lessons = teacher_lessons(make_env, Random(f"{seed}/imitation"), recipe["plays"])
         tokenizer = word_tokenizer([text for lesson in lessons for text in lesson])
-        model = imitate(lessons, tokenizer, seed)
+        model = imitate(lessons, tokenizer, recipe, seed)
         unfinished = cache / f"tiny-{key}.{os.getpid()}"
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -733,20 +734,20 @@ def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
                                    additional_special_tokens=["<user>", "<assistant>"], chat_template=CHAT)
 
 
-def imitate(lessons: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerFast, seed: int):
+def imitate(lessons: list[tuple[str, str, str]], tokenizer: PreTrainedTokenizerFast, recipe: dict, seed: int):
     """Train a Llama from scratch to say what the expert, then the teacher, said to each prompt."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=TINY["width"], intermediate_size=4 * TINY["width"],
-        num_hidden_layers=TINY["layers"], num_attention_heads=TINY["heads"], max_position_embeddings=1024,
-        initializer_range=TINY["initializer_range"], tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=len(tokenizer), hidden_size=recipe["width"], intermediate_size=4 * recipe["width"],
+        num_hidden_layers=recipe["layers"], num_attention_heads=recipe["heads"], max_position_embeddings=1024,
+        initializer_range=recipe["initializer_range"], tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model, rng = LlamaForCausalLM(config), Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TINY["lr"], weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TINY["lr"], total_steps=TINY["steps"], pct_start=0.1)
-    for step in tqdm(range(TINY["steps"]), desc="making the tiny base, once", leave=False):
-        said = 1 if step < TINY["skill"] * TINY["steps"] else 2     # the expert's answer, then the teacher's
-        batch = rng.choices(lessons, k=TINY["batch"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe["lr"], total_steps=recipe["steps"], pct_start=0.1)
+    for step in tqdm(range(recipe["steps"]), desc="making the tiny base, once", leave=False):
+        said = 1 if step < recipe["skill"] * recipe["steps"] else 2     # the expert's answer, then the teacher's
+        batch = rng.choices(lessons, k=recipe["batch"])
         asked = [f"<user>{lesson[0]}<assistant>" for lesson in batch]
         texts = [prompt + lesson[said] + "<eos>" for prompt, lesson in zip(asked, batch)]
         ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=False)

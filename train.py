@@ -3,6 +3,7 @@
     python train.py --task math                                  # the tiny model: any machine, offline, some minutes
     python train.py --task math --model Qwen/Qwen3-1.7B --data train.jsonl --eval-data test.jsonl
     python train.py --evaluate runs/math-at-grpo-seed0 --show 3   # score a finished run, print three plays
+    python train.py --task sokoban --evaluate expert              # play without a model: expert, or random
 
 A run leaves runs/<name>/: config.json, metrics.jsonl (an object a step), transcripts.jsonl, curves.png, checkpoints/.
 """
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from envs import LEVELS, TASKS, held_out, load_problems
+from envs import LEVELS, TASKS, held_out, load_corpus, play
 
 # The names of algorithms.METHODS, read without importing torch: a slip in a flag is answered at once.
 METHOD_NAMES = re.findall(r'^    "([\w-]+)": +Method\(', Path(__file__).with_name("algorithms.py").read_text(), re.M)
@@ -56,9 +57,14 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="math", help="which team works on what (math)")
     add("--single-agent", action="store_true", help="only the agent that answers, one turn: both papers' baseline")
-    add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify, tiny: 2)")
-    add("--level", type=int, choices=LEVELS, default=2, help="generated problems: 1 small sums ... 5 four steps (2: 47 + 38)")
+    add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify and most of tiny: 2)")
+    add("--level", type=int, choices=LEVELS, help="of generated problems; math: 1 small sums ... 5 four steps; code: steps (2)")
+    add("--size", type=number(int, 3, 26), metavar="N", help="rows and columns: plan-path (10), sokoban (6), sudoku 4 or 9 (4)")
+    add("--boxes", type=number(int, 1, 3), help="of sokoban (1)")
+    add("--reasoners", type=number(int, 1, 99), metavar="N", help="math: an ensemble of so many reasoners ...")
+    add("--tools", type=number(int, 1, 99), metavar="M", help="... and so many tool agents, with a judge")
     add("--data", metavar="FILE", type=os.path.abspath, help="problems to train on, .jsonl or .json (else generated)")
+    add("--corpus", metavar="FILE", type=os.path.abspath, help="search: the passages of --data, rows with title and text")
     add("--eval-data", metavar="FILE", nargs="+", type=os.path.abspath,
         help="problems to evaluate on (else one in five of --data is kept)")
 
@@ -66,7 +72,7 @@ def make_parser() -> Parser:
     add("--model", default="tiny", help='hub id or folder of a causal language model (tiny: made on first use)')
     add("--sharing", default="per-role", help="LoRA adapters: per-role, shared, or any map role=name,... (per-role)")
     add("--rank", type=number(int, 1, 4096), default=16, help="LoRA rank; LoRA's own alpha is twice that (16)")
-    add("--max-new-tokens", type=positive, metavar="N", help="most tokens of a completion (1024; tiny: 24 x level)")
+    add("--max-new-tokens", type=positive, metavar="N", help="most tokens of a completion (1024; tiny: as its task needs)")
     add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
     add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
     add("--threads", type=number(int, 1, 1024), help="CPU threads (as torch chooses; tiny: 1)")
@@ -78,8 +84,8 @@ def make_parser() -> Parser:
     add("--envs", type=positive, default=16, metavar="E", help="problems per step (16)")
     add("--branches", type=number(int, 2, 10**9), metavar="K", help="candidates per call of a tree (4), else plays per problem (8)")
     add("--alpha", type=share, default=1.0, help="weight of the team reward in step credit, AT-GRPO Eq. 3 (1.0)")
-    add("--invalid-penalty", type=share, default=0.1, metavar="C",
-        help="what a text that cannot be parsed costs in outcome credit (0.1)")
+    add("--invalid-penalty", type=share, metavar="C",
+        help="what a text that cannot be parsed costs in outcome credit (0.1; search 0.01)")
 
     add = parser.add_argument_group("update").add_argument
     add("--steps", type=count, help="training steps (200; tiny: 20)")
@@ -93,7 +99,8 @@ def make_parser() -> Parser:
     add("--eval-every", type=positive, metavar="STEPS", help="also before the first step and after the last (20; tiny: 10)")
     add("--eval-n", type=count, default=200, metavar="N", help="evaluate on N problems (of each file); 0: never (200)")
     add("--eval-k", type=positive, default=1, metavar="K", help="plays per problem: greedy if 1, else avg@K, pass@K (1)")
-    add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of this folder")
+    add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of this folder; expert, random: play "
+        "--task without a model")
     add("--show", type=count, default=0, metavar="N", help="with --evaluate: print N plays, and one group of a tree")
 
     add = parser.add_argument_group("run").add_argument
@@ -102,6 +109,8 @@ def make_parser() -> Parser:
     return parser
 
 
+SETTINGS = ("turns", "level", "size", "boxes", "reasoners", "tools")       # what a task may take, and not every task does
+BASELINES = ("expert", "random")
 FREE_IN_EVALUATION = {"evaluate", "show", "eval_n", "eval_k", "eval_data", "device", "threads", "batch_tokens"}
 
 
@@ -110,32 +119,49 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        if args.evaluate is not None:
+        if args.evaluate is not None and args.evaluate not in BASELINES:
             parser.set_defaults(**dict.fromkeys(vars(args)))        # what is not None now was typed
             read_config(args, {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None})
         elif args.show:
             raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
-        tiny = args.model == "tiny"
+        baseline, tiny = args.evaluate in BASELINES, args.model == "tiny" and args.evaluate not in BASELINES
         if tiny and (args.data or args.eval_data):
             raise ValueError("--data and --eval-data need a real model, given with --model: the tiny one knows only the "
                              "words of generated problems")
         if args.eval_data and not args.eval_n:
             raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
-        defaults = {"turns": (2, 2 if args.task == "math-verify" else 4), "max_new_tokens": (24 * args.level, None),
-                    "steps": (20, 200), "lr": (1e-3, 1e-5), "eval_every": (10, 20)}
-        for name, (for_tiny, for_real) in defaults.items():
+        if args.corpus and args.task != "search":
+            raise ValueError(f"--corpus is for --task search, not for {args.task}")
+        args.passages = load_corpus(args.corpus) if args.corpus else None
+        env = make_env(args, "train")
+        defaults = {"steps": 20, "lr": 1e-3, "eval_every": 10} | env.tiny if tiny else {"steps": 200, "lr": 1e-5, "eval_every": 20}
+        for name, value in ({"invalid_penalty": env.penalty} | defaults).items():
             if getattr(args, name) is None:
-                setattr(args, name, for_tiny if tiny else for_real)
-        check_sharing(args.sharing, TASKS[args.task](single_agent=args.single_agent).agents)
+                setattr(args, name, value)
+        check_sharing(args.sharing, env.agents)
         check_device(args.device)
         args.problems = read_problems(args)
-        if not tiny:
+        if not tiny and not baseline:
             args.model = check_model(args.model)
-        if not args.evaluate:
+        if args.evaluate is None:
             args.out = make_folder(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
+
+
+def make_env(args: argparse.Namespace, split: str, problems: list | None = None):
+    """An env of the task, with the settings that were given. Raises ValueError for one that the task does not have."""
+    settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    settings |= {"problems": problems} if problems else {}
+    settings |= {"corpus": args.passages} if args.passages else {}
+    try:
+        return TASKS[args.task](**settings, single_agent=args.single_agent, terse=args.model == "tiny", split=split)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if not unknown:
+            raise
+        raise ValueError(f"--{unknown[1].replace('problems', 'data')} is no setting of --task {args.task}") from None
 
 
 def read_config(args: argparse.Namespace, given: dict) -> None:
@@ -190,8 +216,9 @@ def check_device(device: str | None) -> None:
 
 def read_problems(args: argparse.Namespace) -> dict:
     """{"train": problems or None for generated ones, "eval": {file name: problems}}. No problem is in both."""
-    train = load_problems(args.data) if args.data else None
-    evals = {Path(f).stem: load_problems(f) for f in args.eval_data or []}
+    load = make_env(args, "train").load
+    train = load(args.data) if args.data else None
+    evals = {Path(f).stem: load(f) for f in args.eval_data or []}
     if len(evals) < len(args.eval_data or []):
         raise ValueError("--eval-data: two files have the same name; rename one, as their results are logged by name")
     if args.data and args.eval_n and not evals:
@@ -241,18 +268,13 @@ def make_folder(args: argparse.Namespace) -> str:
 
 
 def write_config(out: Path, args: argparse.Namespace) -> None:
-    config = {name: value for name, value in vars(args).items() if name not in ("problems", "evaluate", "show", "out")}
+    config = {name: value for name, value in vars(args).items() if name not in ("problems", "passages", "evaluate", "show", "out")}
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. What is trained, and on what
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_env(args: argparse.Namespace, split: str, problems: list | None = None):
-    return TASKS[args.task](problems=problems, level=args.level, turns=args.turns, single_agent=args.single_agent,
-                            terse=args.model == "tiny", split=split)
 
 
 def reset_envs(args: argparse.Namespace, step: int) -> list:
@@ -325,6 +347,22 @@ def build_policies(args: argparse.Namespace) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. The loop
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def baseline(args: argparse.Namespace) -> None:
+    """--evaluate expert, or random: play the evaluation problems without a model."""
+    plays = []
+    for i, env in enumerate(env for envs in eval_sets(args).values() for env in envs):
+        rng = Random(f"{args.seed}/{args.evaluate}/{i}")
+        plays.append(play(env, lambda env, agent: env.solve(agent) if args.evaluate == "expert" else env.random_action(agent, rng)))
+    n = len(plays)
+    print(f"{args.evaluate} on {n} problems of {args.task}: success {sum(env.success() for _, env in plays) / n:.3f}, "
+          f"turns {sum(env.turn for _, env in plays) / n:.2f}")
+    for agent in dict.fromkeys(agent for rewards, _ in plays for agent, _ in rewards):
+        own = [reward for rewards, _ in plays for who, reward in rewards if who == agent]
+        team, local = sum(r.team for r in own) / len(own), sum(r.local for r in own) / len(own)
+        print(f"  {agent}: {len(own) / n:.2f} calls a play, reward a call: team {team:.3f}, local {local:.3f}, unparsable "
+              f"{sum(not r.valid for r in own) / len(own):.3f}")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -530,7 +568,8 @@ def draw_curves(rows: list[dict], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        score(args) if args.evaluate else train(args)
+        run = baseline if args.evaluate in BASELINES else score if args.evaluate else train
+        run(args)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted")
 

@@ -6,14 +6,13 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from fractions import Fraction
 from random import Random
 
 import pytest
-from envs import (LEVELS, MAX_ANSWER, TASKS, Math, MathVerify, Problem, Reward, Shared, expression, final_answer, generate_problem,
-                  held_out, last_boxed, load_problems, normal_form, play, python_block, run_program, same_answer, to_number, worked)
+from envs import (LEVELS, MAX_ANSWER, TASKS, Math, MathVerify, Problem, Reward, expression, final_answer, generate_problem,
+                  held_out, last_boxed, load_problems, normal_form, play, python_block, same_answer, to_number, worked)
 
 TEAMS = [(task, single) for task in TASKS for single in (False, True)]
 
@@ -168,56 +167,7 @@ def test_a_file_that_is_not_text(tmp_path):
             load_problems(path)
 
 
-# -- the sandbox ------------------------------------------------------------------------------------------------------
-
-
-def test_a_program_prints_and_reads():
-    assert run_program("print(47 + 38)") == (True, True, "85\n", "")
-    assert run_program("print(int(input()) * 2)", stdin="21\n").stdout == "42\n"
-    assert run_program("print(57)\nexit()") == (True, True, "57\n", "")
-    assert run_program("import pickle\nclass A: pass\npickle.dumps(A())\nprint(__name__)").stdout == "__main__\n"
-    assert "NameError" in run_program("print(sys)").error
-
-
-def test_a_thousand_nested_folders_are_cleared_away():
-    before = set(os.listdir(tempfile.gettempdir()))
-    assert run_program("import os\nfor i in range(1200): os.mkdir('a'); os.chdir('a')").ok
-    assert not {f for f in set(os.listdir(tempfile.gettempdir())) - before if os.path.exists(f"{tempfile.gettempdir()}/{f}/a")}
-
-
-@pytest.mark.parametrize("program, built, error", [
-    ("def", False, "SyntaxError"), ("1/0", True, "ZeroDivisionError"), ("x = [0] * 10**10", True, "MemoryError"), ("input()", True, "EOFError"),
-    ("print('a' * 10**7)", True, "too large"), ("import numpy", True, "ModuleNotFoundError"), ("raise SystemExit(3)", True, ""),
-    ("print('\0')", False, "NUL"), ("print('\ud800')", False, "unicode"), ("#" * 30_000, False, "more than 20000"), ("(" * 9000, False, "")])
-def test_programs_that_fail(program, built, error):
-    outcome = run_program(program)
-    assert outcome.built == built and not outcome.ok and error in outcome.error and "\n" not in outcome.error
-
-
-def test_an_endless_loop_ends():
-    start = time.time()
-    outcome = run_program("while True: pass")
-    assert not outcome.ok and outcome.error == "out of CPU time" and time.time() - start < 8
-
-
-def test_a_program_sees_no_secrets_and_an_empty_folder():
-    os.environ["SECRET_TOKEN"] = "hunter2"
-    try:
-        seen = run_program("import os; print(dict(os.environ), os.listdir(), os.getcwd())").stdout
-    finally:
-        del os.environ["SECRET_TOKEN"]
-    assert "hunter2" not in seen and "[]" in seen and os.getcwd() not in seen
-
-
-def test_children_die_with_their_program(tmp_path):
-    """A grandchild that would write a file after its parent has ended, and no zombie is left."""
-    mark = tmp_path / "alive"
-    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
-    assert run_program(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); print('started')").stdout == "started\n"
-    time.sleep(2.5)
-    assert not mark.exists()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+# -- the teams' programs ----------------------------------------------------------------------------------------------
 
 
 def test_the_last_python_block_counts():
@@ -244,6 +194,9 @@ def math(answer="85", **settings):
 BOXED, PRINTS = r"47 + 38 = 85, so \boxed{85}", "```python\nprint(47 + 38)\n```"
 
 
+CHANCE = {"plan-path": 0.3, "sokoban": 0.3, "code": 0.2}       # a goal may be one step away; two programs may print the same
+
+
 @pytest.mark.parametrize("task, single", TEAMS)
 def test_the_expert_always_wins_and_the_random_player_hardly_ever(task, single):
     wins = {"expert": 0, "random": 0}
@@ -251,7 +204,7 @@ def test_the_expert_always_wins_and_the_random_player_hardly_ever(task, single):
         rng = Random(seed)
         wins["expert"] += play(fresh(task, seed, single_agent=single), lambda env, agent: env.solve(agent))[1].success()
         wins["random"] += play(fresh(task, seed, single_agent=single), lambda env, agent: env.random_action(agent, rng))[1].success()
-    assert wins["expert"] == 60 and wins["random"] <= 6
+    assert wins["expert"] == 60 and wins["random"] <= 60 * CHANCE.get(task, 0.1)
 
 
 @pytest.mark.parametrize("task, single", TEAMS)
@@ -266,13 +219,16 @@ def test_the_same_seed_gives_the_same_task_in_another_process(task, single):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_deepcopy_is_a_branch(task):
     """The same action in two copies gives equal states; the original stays as it was, and shared data is not copied."""
-    env = TASKS[task](problems=[Problem("What is 47 + 38?", ("85",))])
-    env.reset(Random(0))
-    agent, before = env.acting()[0], copy.deepcopy(env.__dict__)
-    one, two = copy.deepcopy(env), copy.deepcopy(env)
-    one.step(agent, BOXED), two.step(agent, BOXED)
-    assert one.__dict__ == two.__dict__ != before == env.__dict__
-    assert one.problems is env.problems and isinstance(env.problems, Shared)
+    env = fresh(task, 3)
+    while acting := env.acting():
+        before = copy.deepcopy(env.__dict__)
+        one, two = copy.deepcopy(env), copy.deepcopy(env)
+        action = env.solve(acting[0])
+        assert one.step(acting[0], action) == two.step(acting[0], action)
+        assert one.__dict__ == two.__dict__ != before == env.__dict__
+        for shared in ("problems", "corpus", "index"):
+            assert getattr(one, shared, None) is getattr(env, shared, None)
+        env = one
 
 
 @pytest.mark.parametrize("task", TASKS)
