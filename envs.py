@@ -964,7 +964,7 @@ class Game(Team):
         if not self.single_agent:
             task += (f"\n\nA tool agent wrote this program:\n{shorten(self.program, 1000) or 'none'}\nIt printed: "
                      f"{shorten(self.ran.stdout) or self.ran.error or 'nothing'}\nThe answer read from that: "
-                     f"{self.tip or 'none'}\nCheck it: take it over, or do better.")
+                     f"{'none' if self.tip is None else self.tip}\nCheck it: take it over, or do better.")
         return f"{task} Think, then end with #### and your answer on one line, for example: #### {self.example}"
 
     def step(self, agent: str, action: str) -> Reward:
@@ -1501,8 +1501,8 @@ class Code(Team):
     """
 
     agents = ("coder", "tester")
-    tiny = {"level": 1, "turns": 2, "max_new_tokens": 80}
-    recipe = {"plays": 250}
+    tiny = {"turns": 2, "max_new_tokens": 90, "steps": 10, "eval_every": 5}
+    recipe = {"plays": 250, "steps": 700}
 
     def __init__(self, problems: list[CodeProblem] | None = None, level: int = 2, **settings):
         super().__init__(**settings)

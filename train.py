@@ -356,13 +356,14 @@ def baseline(args: argparse.Namespace) -> None:
         rng = Random(f"{args.seed}/{args.evaluate}/{i}")
         plays.append(play(env, lambda env, agent: env.solve(agent) if args.evaluate == "expert" else env.random_action(agent, rng)))
     n = len(plays)
-    print(f"{args.evaluate} on {n} problems of {args.task}: success {sum(env.success() for _, env in plays) / n:.3f}, "
-          f"turns {sum(env.turn for _, env in plays) / n:.2f}")
+    lines = [f"{args.evaluate} on {n} problems of {args.task}: success {sum(env.success() for _, env in plays) / n:.3f}, "
+             f"turns {sum(env.turn for _, env in plays) / n:.2f}"]
     for agent in dict.fromkeys(agent for rewards, _ in plays for agent, _ in rewards):
         own = [reward for rewards, _ in plays for who, reward in rewards if who == agent]
-        team, local = sum(r.team for r in own) / len(own), sum(r.local for r in own) / len(own)
-        print(f"  {agent}: {len(own) / n:.2f} calls a play, reward a call: team {team:.3f}, local {local:.3f}, unparsable "
-              f"{sum(not r.valid for r in own) / len(own):.3f}")
+        team, local, invalid = (sum(values) / len(own) for values in zip(*((r.team, r.local, not r.valid) for r in own)))
+        lines.append(f"  {agent}: {len(own) / n:.2f} calls a play, reward a call: team {team:.3f}, local {local:.3f}, "
+                     f"unparsable {invalid:.3f}")
+    print("\n".join(lines))
 
 
 def train(args: argparse.Namespace) -> None:
