@@ -138,6 +138,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         for name, value in ({"invalid_penalty": env.penalty} | defaults).items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
+        env = make_env(args, "train")
+        for name in SETTINGS:           # for config.json: what the task chose by itself
+            setattr(args, name, getattr(env, name, getattr(args, name)))
         check_sharing(args.sharing, env.agents)
         check_device(args.device)
         args.problems = read_problems(args)

@@ -63,7 +63,11 @@ BAD = [
     ("--out {}/file/run", "cannot be written"), ("--out {}/run", "there is a run in it already"), ("--out /proc/run", "cannot be written"),
     ("--evaluate {}/nothing", "no such folder"), ("--evaluate {}/folder", "config.json is missing or damaged"), ("--evaluate {}/broken", "missing or damaged"),
     ("--evaluate {}/started", "no checkpoint in it"), ("--evaluate {}/list", "missing or damaged"), ("--evaluate {}/started --eval-n 0", "give --eval-n N"),
-    ("--evaluate {}/all-data --eval-n 3", "trained on all of its --data"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate RUN")]
+    ("--evaluate {}/all-data --eval-n 3", "trained on all of its --data"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate RUN"),
+    ("--task math --size 5", "--size is no setting of --task math"), ("--task sudoku --size 5", "a sudoku has 4 or 9 rows"), ("--task sokoban --size 4", "5 to 10 rows"),
+    ("--task sokoban --boxes 9", "'9' is not a whole number from 1 to 3"), ("--corpus x.jsonl", "--corpus is for --task search"), ("--reasoners 2 --single-agent", "no single agent"),
+    ("--task plan-path --model {0}/model --data {0}/good.jsonl", "reads none from files"), ("--task search --evaluate expert --eval-data {0}/good.jsonl", "give --corpus FILE"),
+    ("--task search --evaluate expert --corpus {0}/good.jsonl", 'good.jsonl, line 1: no "text"'), ("--task code --evaluate expert --eval-data {0}/good.jsonl", 'needed are "tests"')]
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[flags for flags, _ in BAD])
@@ -153,6 +157,7 @@ def small(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setitem(mas_rl.TINY, "plays", 40)
         patch.setitem(mas_rl.TINY, "steps", 40)
+        patch.setattr(TASKS["code"], "recipe", {})
         patch.chdir(folder)
         yield folder
 
@@ -185,6 +190,15 @@ def test_any_method_with_any_team_and_any_sharing(small, capsys, method, task, s
     adapters = {f.name for f in (out / "checkpoints" / "step-000002").iterdir() if f.is_dir()}
     agents = TASKS[task]().agents
     assert adapters == ({"shared"} if sharing == "shared" else {"team"} if "=" in sharing else set(agents))
+
+
+@pytest.mark.parametrize("flags", ["sokoban --sharing shared", "code --method dr-mas", "search --method grpo", "math --reasoners 2 --tools 1"])
+def test_every_team_of_the_papers_is_trained_and_scored(small, capsys, flags):
+    out = small / flags.replace(" ", "")
+    train.main(f"--task {flags} --steps 1 --envs 2 --branches 2 --eval-n 2 --max-new-tokens 12 --out {out}".split())
+    train.main(f"--evaluate {out} --show 1".split())
+    assert "step-000001, step 1, 2 problems: eval/success" in capsys.readouterr().out
+    assert rows_of(out)[-1]["calls"] > 0 and (out / "checkpoints" / "step-000001" / "step.json").exists()
 
 
 def test_evaluate_scores_a_finished_run_and_shows_plays(small, capsys):
@@ -253,3 +267,25 @@ def test_the_team_learns(tmp_path):
     rows = rows_of(tmp_path / "runs/math-verify-dr-mas-seed0")
     assert rows[0]["eval/success"] <= 0.7 and rows[-1]["eval/success"] >= rows[0]["eval/success"] + 0.2
     shutil.rmtree(tmp_path / "runs")
+
+
+# -- without a model --------------------------------------------------------------------------------------------------
+
+
+def test_expert_and_random_play_a_task_without_torch():
+    script = "import sys, train; train.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    def played(*flags):
+        return subprocess.run([sys.executable, "-c", script, *flags], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    expert = played("--task", "search", "--evaluate", "expert", "--eval-n", "20")
+    assert expert.startswith("expert on 20 problems of search: success 1.000, turns 3.00\n  verifier: 3.00 calls a play, reward a call: team 0.000, local 1.000")
+    chance = played("--task", "sudoku", "--evaluate", "random", "--eval-n", "5", "--turns", "2")
+    assert chance.startswith("random on 5 problems of sudoku: success 0.000, turns 2.00\n") and "reasoner: 2.00 calls" in chance
+    assert chance == played("--task", "sudoku", "--evaluate", "random", "--eval-n", "5", "--turns", "2")
+
+
+@pytest.mark.parametrize("task, settings", [("plan-path", {"turns": 2, "size": 4}), ("code", {"turns": 2, "steps": 10}), ("search", {"invalid_penalty": 0.01}),
+                                            ("sokoban", {"size": 5}), ("math", {"turns": 2, "max_new_tokens": 48, "invalid_penalty": 0.1, "steps": 20})])
+def test_each_task_brings_its_own_defaults_for_the_tiny_model(task, settings, tmp_path):
+    args = vars(train.parse(["--task", task, "--out", str(tmp_path / "run")]))
+    assert {name: args[name] for name in settings} == settings
+    assert vars(train.parse(["--task", task, "--out", str(tmp_path / "other"), "--turns", "3", "--steps", "7"]))["turns"] == 3
