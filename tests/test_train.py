@@ -157,7 +157,7 @@ def small(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setitem(mas_rl.TINY, "plays", 40)
         patch.setitem(mas_rl.TINY, "steps", 40)
-        patch.setattr(TASKS["code"], "recipe", {})
+        patch.setattr(TASKS["code"], "recipe", {"plays": 10})
         patch.chdir(folder)
         yield folder
 
@@ -195,7 +195,7 @@ def test_any_method_with_any_team_and_any_sharing(small, capsys, method, task, s
 @pytest.mark.parametrize("flags", ["sokoban --sharing shared", "code --method dr-mas", "search --method grpo", "math --reasoners 2 --tools 1"])
 def test_every_team_of_the_papers_is_trained_and_scored(small, capsys, flags):
     out = small / flags.replace(" ", "")
-    train.main(f"--task {flags} --steps 1 --envs 2 --branches 2 --eval-n 2 --max-new-tokens 12 --out {out}".split())
+    train.main(f"--task {flags} --steps 1 --envs 1 --branches 2 --eval-n 2 --max-new-tokens 12 --out {out}".split())
     train.main(f"--evaluate {out} --show 1".split())
     assert "step-000001, step 1, 2 problems: eval/success" in capsys.readouterr().out
     assert rows_of(out)[-1]["calls"] > 0 and (out / "checkpoints" / "step-000001" / "step.json").exists()
