@@ -641,6 +641,12 @@ def python_block(text: str) -> str | None:
     return None
 
 
+def run_block(text: str) -> tuple[str, Outcome]:
+    """Run the last python block of a text: the program, "" without one, and what came of it."""
+    program = python_block(text)
+    return program or "", run_program(program) if program is not None else NO_PROGRAM
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. The math teams
 # ---------------------------------------------------------------------------------------------------------------------
@@ -834,12 +840,11 @@ def work(turn: MathTurn, agent: str, action: str, problem: Problem) -> tuple[Mat
         boxed = last_boxed(action)
         local = 0.2 * (boxed is not None) + 0.8 * same_answer(boxed, problem.answers)
         return turn._replace(solution=action, boxed=boxed), Reward(local=local, valid=boxed is not None)
-    program = python_block(action)
-    ran = run_program(program) if program is not None else NO_PROGRAM
+    program, ran = run_block(action)
     last_line = ran.stdout.strip().rsplit("\n", 1)[-1].strip()
     printed = last_line if ran.ok and 0 < len(last_line) <= MAX_ANSWER else None
     local = 0.1 * ran.built + 0.1 * (printed is not None) + 0.8 * same_answer(printed, problem.answers)
-    return turn._replace(program=program or "", printed=printed, error=ran.error), Reward(local=local, valid=ran.built)
+    return turn._replace(program=program, printed=printed, error=ran.error), Reward(local=local, valid=ran.built)
 
 
 def tool_report(turn: MathTurn) -> str:
@@ -935,7 +940,7 @@ class Game(Team):
     The play ends when the game is won, or after `turns`. Local rewards, with `gain` and `insight` as each game says:
         tool     .1 the program builds + .1 it runs and prints an answer + .8 gain of this answer
         decider  .1 an answer can be read + .1 it is legal + .8 insight; team: `team_reward`
-    A game also says: `deal` a start, `picture` the state, `legal_form` of an answer, and `apply` it.
+    A game also says: `deal` a start, `picture` the state, `read` an answer, and `apply` it.
     """
 
     rules = example = ""
@@ -971,8 +976,7 @@ class Game(Team):
         self.take_turn(agent)
         before = copy.copy(self)         # states are replaced, never changed in place
         if agent == "tool":
-            program = python_block(action)
-            self.program, self.ran = program or "", run_program(program) if program is not None else NO_PROGRAM
+            self.program, self.ran = run_block(action)
             self.tip = self.read(last_list(self.ran.stdout)) if self.ran.ok else None
             if self.tip is not None:
                 before.apply(self.tip)          # on the copy
