@@ -25,7 +25,6 @@ import math
 import os
 import re
 import secrets
-import select
 import shutil
 import signal
 import string
@@ -45,9 +44,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The interface
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 1. The interface -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -63,21 +60,34 @@ class Env:
     """One task instance. `agents` in the order in which they act; `turn` counts passes over them, from 0."""
 
     agents: tuple[str, ...]
+    alone: str                  # who plays with --single-agent
     turn: int
     penalty = 0.1               # what a text that cannot be parsed costs in outcome credit, unless the user says otherwise
     tiny: dict = {}             # flags that train.py sets for the tiny model, unless the user does: size, turns, ...
     recipe: dict = {}           # how the tiny model of this task is made, where it differs from the usual
 
+    def __init__(self, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
+        self.turns, self.single_agent, self.terse, self.split = turns, single_agent, terse, split
+        self.agents = (self.alone,) if single_agent else self.agents
+        self.queue: list[str] = []          # who still has to act in this round
+
     def load(self, path: str | Path) -> list:
         """Problems from a file. Raises ValueError with one line that says what is wrong with it."""
         raise ValueError(f"{path}: this task makes its own problems and reads none from files")
 
-    def reset(self, rng: Random) -> None:
-        """Draw a task; the same seed gives the same task, in any process."""
-        raise NotImplementedError
-
     def acting(self) -> tuple[str, ...]:
         """Who still has to act in this round. Several names act at once; () means that the play is over."""
+        return tuple(self.queue)
+
+    def take_turn(self, agent: str) -> None:
+        """Take an agent out of the queue. Raises ValueError if it cannot act now."""
+        if agent not in self.queue:
+            raise ValueError(f"{agent!r} cannot act now; acting: {self.acting() or 'nobody, the play is over'}")
+        self.queue.remove(agent)
+
+    # What each task says for itself:
+    def reset(self, rng: Random) -> None:
+        """Draw a task; the same seed gives the same task, in any process."""
         raise NotImplementedError
 
     def observe(self, agent: str) -> str:
@@ -114,23 +124,6 @@ def play(env: Env, choose: Callable[[Env, str], str]) -> tuple[list[tuple[str, R
     return rewards, env
 
 
-class Team(Env):
-    """What the teams below share: their settings, and a queue of who still has to act in this round."""
-
-    def __init__(self, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
-        self.turns, self.single_agent, self.terse, self.split = turns, single_agent, terse, split
-        self.queue: list[str] = []
-
-    def acting(self) -> tuple[str, ...]:
-        return tuple(self.queue)
-
-    def take_turn(self, agent: str) -> None:
-        """Take an agent out of the queue. Raises ValueError if it cannot act now."""
-        if agent not in self.queue:
-            raise ValueError(f"{agent!r} cannot act now; acting: {self.acting() or 'nobody, the play is over'}")
-        self.queue.remove(agent)
-
-
 class Shared(list):
     """Read-only data of many envs: a deepcopy of an env keeps it instead of copying it."""
 
@@ -138,9 +131,22 @@ class Shared(list):
         return self
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Problems: generated, or from a file
-# ---------------------------------------------------------------------------------------------------------------------
+class Exercises(Env):
+    """A team that works on problems, from a file or generated; who works alone has one turn."""
+
+    generate: Callable[[Random, int, str], tuple]       # (rng, level, split) -> problem
+
+    def __init__(self, problems: list | None = None, level: int = 2, **settings):
+        super().__init__(**settings)
+        self.problems, self.level = Shared(problems or []), level
+        self.turns = 1 if self.single_agent else self.turns
+
+    def reset(self, rng: Random) -> None:
+        self.problem = rng.choice(self.problems) if self.problems else self.generate(rng, self.level, self.split)
+        self.turn, self.queue = 0, list(self.agents)
+
+
+# -- 2. Problems: generated, or from a file ---------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
@@ -233,7 +239,7 @@ def load_problems(path: str | Path) -> list[Problem]:
     "solution", as a number, a text, or a list of accepted ones. Of a worked solution the part after `####` counts, else
     its last \\boxed{}. Raises ValueError: one line that names the file, the line and what was missing.
     """
-    return [_problem(row, where) for where, row in read_rows(path)]
+    return [problem_of(row, where) for where, row in read_rows(path)]
 
 
 def _json(text: str, where: str):
@@ -253,7 +259,8 @@ def question_of(row: dict, where: str) -> str:
     return question.strip()
 
 
-def _problem(row: dict, where: str) -> Problem:
+def problem_of(row: dict, where: str) -> Problem:
+    """The question and the accepted answers of a row. Raises ValueError with what was looked for."""
     question = question_of(row, where)
     given = [row[f] for f in ANSWER_FIELDS if row.get(f) not in (None, "", [])]
     if not given:
@@ -282,9 +289,7 @@ def final_answer(solution: str) -> str | None:
     return solution if solution and "\n" not in solution and len(solution) <= MAX_ANSWER else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Grading. Every function here takes any text, never raises, and is done in milliseconds.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 3. Grading. Every function here takes any text, never raises, and is done in milliseconds. -----------------------
 
 MAX_ANSWER = 1000       # characters; a longer answer is invalid before anything looks into it
 
@@ -454,9 +459,7 @@ def _parts(answer: str) -> list[str]:
     return [opening, *answer[1:-1].split(","), closing]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. The sandbox
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 4. The sandbox ---------------------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -534,34 +537,11 @@ def walls() -> list[str]:
     return next((user + wall for wall in WALLS.values() for user in users if works(user + wall)), [])
 
 
-def activity(pid: int) -> int | None:
-    """CPU time of a process and its children so far, in ticks; None if one of them wants to run or cannot be seen."""
-    try:
-        state, *stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        children = [activity(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return None
-    return None if state in (b"R", b"D") or None in children else sum(map(int, stat[10:14])) + sum(children)
-
-
-def wait(child: subprocess.Popen) -> int | None:
-    """The exit status; None after 10 s, or once it has slept for 2 s (five looks in a row, no CPU time used)."""
-    try:
-        pidfd = os.pidfd_open(child.pid)        # wakes us at once, where Popen.wait(10) naps for up to 50 ms
-    except (AttributeError, OSError):           # not Linux
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(WALL_SECONDS)
-        return None
-    with open(pidfd, "rb", buffering=0):        # closes it
-        ready, seen = select.poll(), [None] * 5
-        ready.register(pidfd, select.POLLIN)
-        for _ in range(2 * WALL_SECONDS):
-            if ready.poll(500):
-                return child.wait()
-            seen = [*seen[1:], activity(child.pid)]
-            if None not in seen and len(set(seen)) == 1:
-                break
-    return None
+def end(child: subprocess.Popen) -> None:
+    """Kill a program and all that it started; behind a wall, that ends every process there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def clear(folder: str) -> None:
@@ -587,30 +567,30 @@ def run_behind(wall: list[str], program: str, stdin: str = "") -> Outcome:
             child = subprocess.Popen([folder if part == "FOLDER" else part for part in command], stdin=given,
                                      stdout=out, stderr=err, cwd=folder, env={}, start_new_session=True,
                                      executable=shutil.which(command[0]))        # on our PATH, unknown to it
+            clock = threading.Timer(WALL_SECONDS, end, [child])     # child.wait(10) would look only every 50 ms
+            clock.start()
             try:
-                status = wait(child)
+                status = child.wait()
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)        # behind a wall, that ends all its processes
-                child.wait()
+                clock.cancel()
+                end(child)
             out.seek(0)
             err.seek(max(0, err.seek(0, os.SEEK_END) - 1000))
             stdout = out.read(OUTPUT).decode("utf-8", "replace")
             last = err.read().decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
     finally:
         clear(folder)
-    if status is None:
-        return Outcome(True, False, stdout, "out of time: it waits for something")
     status = 128 - status if status > 128 else status
-    killed = "out of CPU time" if -status in (signal.SIGXCPU, signal.SIGKILL) else f"killed by signal {-status}"
+    killed = "out of time" if -status in (signal.SIGXCPU, signal.SIGKILL) else f"killed by signal {-status}"
     error = killed if status < 0 else last or f"exit status {status}" if status else ""
     return Outcome(status != NOT_BUILT, status == 0, stdout, error)
 
 
+@functools.lru_cache(1000)       # the candidates of a group are often equal; a program that draws lots draws them once
 def run_program(program: str, stdin: str = "") -> Outcome:
     """Run a Python program (standard library only) in a process of its own and return what it printed.
 
-    At most 2 s of CPU time, 2 s asleep, 10 s in all, 512 MiB of memory, and 64 KiB in each file, stdout included. It
+    At most 2 s of CPU time, 10 s in all, 512 MiB of memory, and 64 KiB in each file, stdout included. It
     has an empty environment and an empty folder that is deleted after it. It starts no process, opens no connection,
     sends no signal and changes no file elsewhere. Behind bwrap the kernel sees to all of this; behind unshare, to all
     but files; with neither, a hook in Python does, which stops accidents and is no security boundary. Without bwrap a
@@ -647,9 +627,7 @@ def run_block(text: str) -> tuple[str, Outcome]:
     return program or "", run_program(program) if program is not None else NO_PROGRAM
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. The math teams
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 5. The math teams ------------------------------------------------------------------------------------------------
 
 
 SLIP = 0.7      # how often the tiny model's teacher makes its mistake: mostly, so that greedy decoding makes it always
@@ -691,27 +669,41 @@ PROGRAM = ("Write a Python program that computes the answer and prints it, and n
            "Put it in one ```python block.")
 
 
-def draw(env: Env, rng: Random) -> Problem:
-    """One problem for a math env: from its own list if it has one, else generated."""
-    return rng.choice(env.problems) if env.problems else generate_problem(rng, env.level, env.split)
-
-
 def shorten(text: str, limit: int = 300) -> str:
     """A long text as its first and last half limit of characters."""
     return text if len(text) <= limit else f"{text[:limit // 2]} ... {text[-limit // 2:]}"
 
 
-class MathTurn(NamedTuple):
-    """What the math team did in one turn; None where an agent's text held no answer."""
+class Work(NamedTuple):
+    """What a reasoner or a tool agent did: its text or program, the answer in it (None without), and what went wrong."""
 
-    solution: str = ""
-    boxed: str | None = None
-    program: str = ""
-    printed: str | None = None
+    text: str = ""
+    answer: str | None = None
     error: str = ""
 
 
-class Math(Team):
+def work(agent: str, action: str, problem: Problem) -> tuple[Work, Reward]:
+    """Read a reasoner's box, or run a tool agent's program. Local reward: .2 format + .8 right; .1 + .1 + .8 for programs."""
+    if not agent.startswith("tool"):
+        boxed = last_boxed(action)
+        local = 0.2 * (boxed is not None) + 0.8 * same_answer(boxed, problem.answers)
+        return Work(action, boxed), Reward(local=local, valid=boxed is not None)
+    program, ran = run_block(action)
+    last_line = ran.stdout.strip().rsplit("\n", 1)[-1].strip()
+    printed = last_line if ran.ok and 0 < len(last_line) <= MAX_ANSWER else None
+    local = 0.1 * ran.built + 0.1 * (printed is not None) + 0.8 * same_answer(printed, problem.answers)
+    return Work(program, printed, ran.error), Reward(local=local, valid=ran.built)
+
+
+def report(agent: str, done: Work) -> str:
+    """What the next to act are told of it."""
+    if not agent.startswith("tool"):
+        return f"The reasoner's solution: {shorten(done.text)}\nThe reasoner's answer: {done.answer or 'none'}"
+    return (f"The tool agent's program:\n{shorten(done.text) or 'none'}\n"
+            f"It printed: {shorten(done.answer or '') or done.error or 'nothing'}")
+
+
+class Math(Exercises):
     """AT-GRPO's math team (paper section on math, appendix on rewards): a reasoner and a tool agent, at once.
 
     The reasoner thinks and answers in a box; the tool agent writes a program that prints the answer, which is run. Each
@@ -720,54 +712,48 @@ class Math(Team):
     answer + .8 right. The teacher's slips: the reasoner forgets to carry, the tool agent takes more for less in stories.
     """
 
-    agents = ("reasoner", "tool")
+    agents, alone = ("reasoner", "tool"), "reasoner"
+    generate, load = staticmethod(generate_problem), staticmethod(load_problems)
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, **settings):
+    def __init__(self, **settings):
         super().__init__(**settings)
-        self.problems, self.level = Shared(problems or []), level
-        if self.single_agent:
-            self.agents, self.turns = ("reasoner",), 1
-        self.tiny = {"turns": 2, "max_new_tokens": 24 * level}
-
-    def load(self, path: str | Path) -> list[Problem]:
-        return load_problems(path)
+        self.tiny = {"turns": 2, "max_new_tokens": 24 * self.level}
 
     def reset(self, rng: Random) -> None:
-        self.problem, self.turn, self.boxed = draw(self, rng), 0, None      # boxed: the team's latest answer
-        self.history, self.now = [], MathTurn()                             # finished turns; this turn so far
-        self.queue = list(self.agents)
+        super().reset(rng)
+        self.boxed, self.history, self.now = None, [], {}       # latest answer; past turns, and this one: agent -> Work
 
     def observe(self, agent: str) -> str:
         question = self.problem.question
         if self.terse:
-            seen = "".join(f" Before: {t.boxed or 'none'}, tool {t.printed or 'none'}." for t in self.history[-1:])
+            seen = "".join(f" Before: {turn['reasoner'].answer or 'none'}, tool {turn['tool'].answer or 'none'}."
+                           for turn in self.history[-1:])
             return f"{agent}: {question}{seen}"
 
         task = BOX if agent == "reasoner" else PROGRAM
         if not self.history:
             return f"{question}\n\n{task}"
-        seen = "\n\n".join(f"Turn {i}. The reasoner's solution: {shorten(t.solution)}\nThe reasoner's answer: "
-                           f"{t.boxed or 'none'}\n{tool_report(t)}" for i, t in enumerate(self.history, 1))
+        seen = "\n\n".join(f"Turn {i}. " + "\n".join(report(a, turn[a]) for a in self.agents)
+                           for i, turn in enumerate(self.history, 1))
         return (f"{question}\n\nA reasoner and a tool agent have worked on this, and their answers differ.\n\n{seen}\n\n"
                 f"Decide who is right, or find what both overlooked, and solve the problem again. {task}")
 
     def step(self, agent: str, action: str) -> Reward:
         self.take_turn(agent)
-        self.now, reward = work(self.now, agent, action, self.problem)
+        self.now[agent], reward = work(agent, action, self.problem)
         if agent == "reasoner":
-            self.boxed = self.now.boxed
+            self.boxed = self.now[agent].answer
         reward.team = float(self.success())
         if not self.queue:
-            agree = self.now.printed is not None and same_answer(self.now.boxed, self.now.printed)
+            printed = self.now["tool"].answer if "tool" in self.now else None
             self.history.append(self.now)
-            self.now = MathTurn()
+            self.now = {}
             self.turn += 1
-            if not agree and self.turn < self.turns:
+            if not (printed and same_answer(self.boxed, printed)) and self.turn < self.turns:
                 self.queue = list(self.agents)
         return reward
 
-    def success(self) -> bool:
-        return same_answer(self.boxed, self.problem.answers)
+    def success(self) -> bool: return same_answer(self.boxed, self.problem.answers)
 
     def solve(self, agent: str) -> str:
         if not agent.startswith("tool"):
@@ -803,56 +789,36 @@ class Ensemble(Math):
 
     def reset(self, rng: Random) -> None:
         super().reset(rng)
-        self.helped = {}                                # helper -> its MathTurn
-        self.queue.remove("judge")
+        self.queue.remove("judge")          # until the helpers are done
 
     def observe(self, agent: str) -> str:
         if agent != "judge":
             return super().observe(agent.rstrip("0123456789"))
         question = self.problem.question
         if self.terse:
-            return f"judge: {question}" + "".join(f" {a} {t.boxed or t.printed or 'none'}." for a, t in self.helped.items())
-        seen = "\n\n".join(f"{a}: {shorten(t.solution)}\nIts answer: {t.boxed or 'none'}" if a.startswith("reasoner") else
-                           f"{a}. {tool_report(t)}" for a, t in self.helped.items())
+            return f"judge: {question}" + "".join(f" {a} {done.answer or 'none'}." for a, done in self.now.items())
+        seen = "\n\n".join(f"{a}. {report(a, done)}" for a, done in self.now.items())
         return f"{question}\n\nOthers have worked on this:\n\n{seen}\n\nDecide who is right, or solve it yourself. {BOX}"
 
     def step(self, agent: str, action: str) -> Reward:
         self.take_turn(agent)
-        turn, reward = work(MathTurn(), agent, action, self.problem)
+        done, reward = work(agent, action, self.problem)
         if agent == "judge":
-            self.boxed, self.turn = turn.boxed, 1
+            self.boxed, self.turn = done.answer, 1
             reward.team = float(self.success())
         else:
-            self.helped[agent] = turn
+            self.now[agent] = done
             self.queue = self.queue or ["judge"]
         return reward
 
     def slip(self, agent: str, rng: Random) -> str:
-        first = self.helped.get("reasoner1")
-        if agent == "judge" and first and first.boxed and rng.random() < SLIP:
-            return rf"\boxed{{{first.boxed}}}"
+        first = self.now.get("reasoner1", Work()).answer
+        if agent == "judge" and first and rng.random() < SLIP:
+            return rf"\boxed{{{first}}}"
         return self.solve(agent) if agent == "judge" else super().slip(agent, rng)
 
 
-def work(turn: MathTurn, agent: str, action: str, problem: Problem) -> tuple[MathTurn, Reward]:
-    """Read a reasoner's box, or run a tool agent's program: what is noted of it, and the local reward."""
-    if not agent.startswith("tool"):
-        boxed = last_boxed(action)
-        local = 0.2 * (boxed is not None) + 0.8 * same_answer(boxed, problem.answers)
-        return turn._replace(solution=action, boxed=boxed), Reward(local=local, valid=boxed is not None)
-    program, ran = run_block(action)
-    last_line = ran.stdout.strip().rsplit("\n", 1)[-1].strip()
-    printed = last_line if ran.ok and 0 < len(last_line) <= MAX_ANSWER else None
-    local = 0.1 * ran.built + 0.1 * (printed is not None) + 0.8 * same_answer(printed, problem.answers)
-    return turn._replace(program=program, printed=printed, error=ran.error), Reward(local=local, valid=ran.built)
-
-
-def tool_report(turn: MathTurn) -> str:
-    return (f"The tool agent's program:\n{shorten(turn.program) or 'none'}\n"
-            f"It printed: {shorten(turn.printed or '') or turn.error or 'nothing'}")
-
-
-class MathVerify(Team):
+class MathVerify(Math):
     """Dr. MAS's math loop (paper section 5.1, appendix B.1): a solver answers, a verifier approves or rejects.
 
     At most `turns` rounds, no verifier in the last one; approval ends the play. A text without a verdict approves, and
@@ -860,21 +826,14 @@ class MathVerify(Team):
     local 1[its verdict is true]. The teacher's slips: the solver forgets to carry, the verifier approves what is wrong.
     """
 
-    agents = ("solver", "verifier")
+    agents, alone = ("solver", "verifier"), "solver"
 
-    def __init__(self, problems: list[Problem] | None = None, level: int = 2, turns: int = 2, **settings):
-        super().__init__(turns, **settings)
-        self.problems, self.level = Shared(problems or []), level
-        if self.single_agent:
-            self.agents, self.turns = ("solver",), 1
-        self.tiny = {"max_new_tokens": 24 * level}
-
-    def load(self, path: str | Path) -> list[Problem]:
-        return load_problems(path)
+    def __init__(self, turns: int = 2, **settings):
+        super().__init__(turns=turns, **settings)
 
     def reset(self, rng: Random) -> None:
-        self.problem, self.turn, self.solution, self.boxed = draw(self, rng), 0, "", None
-        self.history, self.queue = [], ["solver"]       # history: one (solution, verdict text) per rejected round
+        super().reset(rng)
+        self.queue, self.solution = ["solver"], ""      # history: here one (solution, verdict text) per rejected round
 
     def observe(self, agent: str) -> str:
         question = self.problem.question
@@ -908,9 +867,6 @@ class MathVerify(Team):
         self.queue = ["solver"] if rejected else []
         return Reward(local=float(true), valid=verdict is not None)
 
-    def success(self) -> bool:
-        return same_answer(self.boxed, self.problem.answers)
-
     def solve(self, agent: str) -> str:
         if agent == "solver":
             return worked(self.problem)
@@ -927,12 +883,10 @@ class MathVerify(Team):
         return f"<verify>{rng.choice(('approve', 'reject'))}</verify>"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 6. Games: a tool agent and the one who decides, in turn
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 6. Games: a tool agent and the one who decides, in turn ----------------------------------------------------------
 
 
-class Game(Team):
+class Game(Env):
     """What plan-path, sokoban and sudoku share (AT-GRPO, appendix on games and planning).
 
     In each turn the tool agent writes a program that prints an answer. It moves nothing: its answer is scored on a copy,
@@ -945,14 +899,13 @@ class Game(Team):
 
     rules = example = ""
 
-    def __init__(self, size: int, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
-        super().__init__(turns, single_agent, terse, split)
-        self.size, self.decider = size, self.agents[-1]
-        self.agents = (self.decider,) if single_agent else self.agents
+    def __init__(self, size: int, **settings):
+        super().__init__(**settings)
+        self.size = size
 
     def reset(self, rng: Random) -> None:
         self.turn, self.queue = 0, [self.agents[0]]
-        self.program, self.ran, self.tip = "", Outcome(False, False, "", ""), None      # of the tool agent, this turn
+        self.program, self.ran, self.tip = "", NO_PROGRAM, None         # of the tool agent, this turn
         while True:
             identity = self.deal(rng)
             if held_out(identity) == (self.split == "eval"):
@@ -960,7 +913,7 @@ class Game(Team):
 
     def observe(self, agent: str) -> str:
         if self.terse:
-            tip = f" tool {self.write(self.tip)}" * (agent == self.decider and not self.single_agent)
+            tip = f" tool {self.write(self.tip)}" * (agent == self.alone and not self.single_agent)
             return f"{agent}:{tip} {self.short()}"
         task = f"{self.rules}\n\n{self.picture()}\n\nThis is turn {self.turn + 1} of at most {self.turns}."
         if agent == "tool":
@@ -981,7 +934,7 @@ class Game(Team):
             if self.tip is not None:
                 before.apply(self.tip)          # on the copy
             gain = before.gain(self) if self.tip is not None else 0.0
-            self.queue = [self.decider]
+            self.queue = [self.alone]
             return Reward(0.0, 0.1 * self.ran.built + 0.1 * (self.tip is not None) + 0.8 * gain, self.ran.built)
 
         answer = self.read(last_list(action, marker="####"))
@@ -996,15 +949,12 @@ class Game(Team):
         """An answer in the form that this agent has to give it."""
         return f"```python\nprint({self.write(answer)})\n```" if agent == "tool" else f"#### {self.write(answer)}"
 
-    def write(self, answer: list | None) -> str:
-        return "none" if answer is None else json.dumps(answer)
-
-    def solve(self, agent: str) -> str:
-        return self.say(agent, self.solution())
+    def write(self, answer: list | None) -> str: return "none" if answer is None else json.dumps(answer)
+    def solve(self, agent: str) -> str: return self.say(agent, self.solution())
 
 
 Cell = tuple[int, int]      # row, column
-MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+MOVES, OPPOSITE = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}, {"U": "D", "D": "U", "L": "R", "R": "L"}
 
 
 def named(cells: Iterable[Cell]) -> str:
@@ -1017,9 +967,14 @@ def beside(cell: Cell, move: str) -> Cell:
 
 
 class Walk(Game):
-    """A game whose answer is a list of moves: U, D, L, R."""
+    """A game whose answer is a list of moves: U, D, L, R. A walk also says: the
+    state `after` a move, whether it is `won`, and the `distance` from there to the end."""
 
     example = '["U", "R", "R"]'
+    agents, alone = ("tool", "planner"), "planner"
+    recipe = {"layers": 3}
+
+    def success(self) -> bool: return self.won(self.state)
 
     def read(self, answer) -> list[str] | None:
         """A list of moves, or None. An answer is at most 10 moves per cell long."""
@@ -1032,17 +987,40 @@ class Walk(Game):
         for move in moves:
             if self.success():
                 break
-            legal &= self.go(move)
+            after = self.after(self.state, move)
+            legal &= after is not None
+            self.state = after or self.state
         return legal
+
+    def solution(self) -> list[str] | None:
+        """The shortest list of moves that wins, by breadth-first search; None if there is none: a deadlock."""
+        came, queue = {self.state: None}, [self.state]
+        for state in queue:                         # grows while it is read
+            if self.won(state):
+                moves = []
+                while came[state]:
+                    state, move = came[state]
+                    moves.append(move)
+                return moves[::-1]
+            for move in MOVES:
+                after = self.after(state, move)
+                if after is not None and after not in came:
+                    came[after] = state, move
+                    queue.append(after)
+        return None
+
+    def gain(self, before: "Walk") -> float:
+        """The share of the distance at the start that was won: d falls from d before to d after."""
+        return 1.0 if self.success() else max(0.0, (before.distance() - self.distance()) / self.start_distance)
 
     def say(self, agent: str, moves: list[str]) -> str:
         """The tiny model says beside each move where it leads; that is prose, or a comment, and not read."""
         if not self.terse:
             return super().say(agent, moves)
-        state, trace = copy.copy(self), []
+        state, trace = self.state, []
         for move in moves:
-            state.go(move)
-            trace.append(f"{move} {state.where()}")
+            state = self.after(state, move) or state
+            trace.append(f"{move} {self.where(state)}")
         trace, answer = " ".join(trace), f"[{', '.join(moves)}]"
         return f"```python\n# {trace}\nprint('{answer}')\n```" if agent == "tool" else f"{trace} #### {answer}"
 
@@ -1061,9 +1039,7 @@ class PlanPath(Walk):
     gain: the same. Insight: 1 if the first move lies on a shortest way. The teacher's slip: it stops one step too early.
     """
 
-    agents = ("tool", "planner")
     tiny = {"size": 4, "turns": 2, "max_new_tokens": 60}
-    recipe = {"layers": 3}
     rules = ("You walk on a grid of cells, one cell a move: U (up), D (down), L (left) or R (right). P is where you are, G is "
              "the goal, # is a wall, . is free. A move into a wall or off the grid does nothing.")
 
@@ -1073,72 +1049,42 @@ class PlanPath(Walk):
     def deal(self, rng: Random) -> str:
         cells = [(r, c) for r in range(self.size) for c in range(self.size)]
         while True:
-            walls = frozenset(cell for cell in cells if rng.random() < 0.22)
-            if len(walls) < len(cells) - 1:
-                self.position, self.goal = rng.sample([cell for cell in cells if cell not in walls], 2)
-                self.distance = self.distances(walls)       # no entry: a wall, or no way from there
-                if self.position in self.distance:
-                    self.walls, self.start_distance = walls, self.distance[self.position]
+            self.walls = frozenset(cell for cell in cells if rng.random() < 0.22)
+            if len(self.walls) < len(cells) - 1:
+                self.state, self.goal = rng.sample([cell for cell in cells if cell not in self.walls], 2)
+                if self.solution():
+                    self.start_distance = self.distance()
                     return self.picture()
 
-    def distances(self, walls: frozenset[Cell]) -> dict[Cell, int]:
-        """Breadth-first search from the goal: the length of the shortest way from each cell."""
-        found, queue = {self.goal: 0}, [self.goal]
-        for cell in queue:                                  # grows while it is read
-            for near in (beside(cell, move) for move in MOVES):
-                if near not in walls and near not in found and all(0 <= x < self.size for x in near):
-                    found[near] = found[cell] + 1
-                    queue.append(near)
-        return found
-
     def picture(self) -> str:
-        marks = dict.fromkeys(self.walls, "#") | {self.goal: "G", self.position: "P"}
+        marks = dict.fromkeys(self.walls, "#") | {self.goal: "G", self.state: "P"}
         return "\n".join("".join(marks.get((r, c), ".") for c in range(self.size)) for r in range(self.size))
 
-    def short(self) -> str:
-        return f"walls {named(self.walls)} from {named([self.position])} to {named([self.goal])}"
+    def short(self) -> str: return f"walls {named(self.walls)} from {named([self.state])} to {named([self.goal])}"
+    def where(self, state: Cell) -> str: return named([state])
 
-    def where(self) -> str:
-        return named([self.position])
+    def after(self, state: Cell, move: str) -> Cell | None:
+        cell = beside(state, move)
+        return cell if cell not in self.walls and all(0 <= x < self.size for x in cell) else None
 
-    def go(self, move: str) -> bool:
-        cell = beside(self.position, move)
-        if cell not in self.distance:                       # what cannot be reached cannot be entered
-            return False
-        self.position = cell
-        return True
-
-    def success(self) -> bool:
-        return self.position == self.goal
-
-    def gain(self, before: "PlanPath") -> float:
-        nearer = self.distance[before.position] - self.distance[self.position]
-        return 1.0 if self.success() else max(0.0, nearer / self.start_distance)
-
-    team_reward = gain
+    def won(self, state: Cell) -> bool: return state == self.goal
+    def distance(self) -> int: return len(self.solution())
+    def team_reward(self, before: "PlanPath") -> float: return self.gain(before)
 
     def insight(self, before: "PlanPath", moves: list[str]) -> float:
-        here = before.position
-        return float(bool(moves) and self.distance.get(beside(here, moves[0]), 1 << 30) < self.distance[here])
-
-    def solution(self) -> list[str]:
-        moves, here = [], self.position
-        while here != self.goal:
-            moves.append(next(m for m in MOVES if self.distance.get(beside(here, m), 1 << 30) < self.distance[here]))
-            here = beside(here, moves[-1])
-        return moves
+        first = copy.copy(before)
+        first.apply(moves[:1])
+        return float(first.distance() < before.distance())
 
 
 class Sokoban(Walk):
-    """AT-GRPO's Sokoban: push every box onto a goal (paper, section on games).
+    """AT-GRPO's Sokoban: push every box onto a goal (paper, section on games). A state: the player and the boxes.
 
     Team: boxes home / boxes. Gain: the share of the boxes' distance at the start, each to its nearest goal, that is won.
     Insight: 1 if the state can still be solved, which a search decides. The teacher's slip: it stops one step too early.
     """
 
-    agents = ("tool", "planner")
     tiny = {"size": 5, "turns": 2, "max_new_tokens": 100}
-    recipe = {"layers": 3}
     rules = ("Sokoban: you (@) push boxes ($) onto goals (.), one cell a move: U (up), D (down), L (left) or R (right). You "
              "cannot pull, nor push two boxes at once, nor a box into a wall (#); such a move does nothing. - is free floor, "
              "* a box on a goal, + you on a goal. A box in a corner is lost.")
@@ -1147,97 +1093,55 @@ class Sokoban(Walk):
         super().__init__(size, **settings)
         if not 5 <= size <= 10:
             raise ValueError(f"--size {size}: a sokoban level has 5 to 10 rows, the walls around it included")
-        self.boxes_wanted = boxes
+        self.boxes = boxes
 
     def deal(self, rng: Random) -> str:
         """Reverse play: begin solved, and pull the boxes away. So every level can be solved."""
         inner = [(r, c) for r in range(1, self.size - 1) for c in range(1, self.size - 1)]
         while True:
             self.floor = frozenset(cell for cell in inner if rng.random() > 0.15)
-            if len(self.floor) < self.boxes_wanted + 1:
+            if len(self.floor) < self.boxes + 1:
                 continue
-            *goals, self.player = rng.sample(sorted(self.floor), self.boxes_wanted + 1)
-            self.goals = self.boxes = frozenset(goals)
+            *goals, player = rng.sample(sorted(self.floor), self.boxes + 1)
+            self.goals = boxes = frozenset(goals)
             for _ in range(20 * self.size):
                 move = rng.choice("UDLR")
-                ahead, behind = beside(self.player, move), (2 * self.player[0] - beside(self.player, move)[0],
-                                                            2 * self.player[1] - beside(self.player, move)[1])
-                if ahead in self.floor and ahead not in self.boxes:
-                    if behind in self.boxes:
-                        self.boxes = self.boxes - {behind} | {self.player}
-                    self.player = ahead
+                ahead, behind = beside(player, move), beside(player, OPPOSITE[move])
+                if ahead in self.floor and ahead not in boxes:
+                    boxes = boxes - {behind} | {player} if behind in boxes else boxes
+                    player = ahead
+            self.state = player, boxes
             self.start_distance = self.distance()
-            if not self.boxes & self.goals:
+            if not boxes & self.goals:
                 return self.picture()
 
     def picture(self) -> str:
-        def mark(cell: Cell) -> str:
-            goal = cell in self.goals
-            if cell == self.player:
-                return "+" if goal else "@"
-            if cell in self.boxes:
-                return "*" if goal else "$"
-            return "." if goal else "-" if cell in self.floor else "#"
-        return "\n".join("".join(mark((r, c)) for c in range(self.size)) for r in range(self.size))
+        player, boxes = self.state
+        marks = (dict.fromkeys(self.floor, "-") | dict.fromkeys(self.goals, ".") | dict.fromkeys(boxes, "$")
+                 | dict.fromkeys(boxes & self.goals, "*") | {player: "+" if player in self.goals else "@"})
+        return "\n".join("".join(marks.get((r, c), "#") for c in range(self.size)) for r in range(self.size))
 
     def short(self) -> str:
         walls = {(r, c) for r in range(1, self.size - 1) for c in range(1, self.size - 1)} - self.floor
-        return f"walls {named(walls)} goals {named(self.goals)} boxes {named(self.boxes)} from {named([self.player])}"
+        player, boxes = self.state
+        return f"walls {named(walls)} goals {named(self.goals)} boxes {named(boxes)} from {named([player])}"
 
-    def where(self) -> str:
-        return f"{named([self.player])} box {named(self.boxes)}"
+    def where(self, state: tuple[Cell, frozenset[Cell]]) -> str: return f"{named([state[0]])} box {named(state[1])}"
 
-    def go(self, move: str) -> bool:
-        after = pushed(self.floor, self.player, self.boxes, move)
-        if after is None:
-            return False
-        self.player, self.boxes = after
-        return True
+    def after(self, state: tuple[Cell, frozenset[Cell]], move: str) -> tuple[Cell, frozenset[Cell]] | None:
+        player, boxes = beside(state[0], move), state[1]
+        if player in boxes:                         # pushes it, if there is room behind
+            behind = beside(player, move)
+            return (player, boxes - {player} | {behind}) if behind in self.floor - boxes else None
+        return (player, boxes) if player in self.floor else None
 
-    def success(self) -> bool:
-        return self.boxes == self.goals
+    def won(self, state: tuple[Cell, frozenset[Cell]]) -> bool: return state[1] == self.goals
 
     def distance(self) -> int:
-        return sum(min(abs(b[0] - g[0]) + abs(b[1] - g[1]) for g in self.goals) for b in self.boxes)
+        return sum(min(abs(b[0] - g[0]) + abs(b[1] - g[1]) for g in self.goals) for b in self.state[1])
 
-    def gain(self, before: "Sokoban") -> float:
-        return 1.0 if self.success() else max(0.0, (before.distance() - self.distance()) / self.start_distance)
-
-    def team_reward(self, before: "Sokoban") -> float:
-        return len(self.boxes & self.goals) / len(self.boxes)
-
-    def insight(self, before: "Sokoban", moves: list[str]) -> float:
-        return float(self.solution() is not None)
-
-    def solution(self) -> list[str] | None:
-        return sokoban_moves(self.floor, self.goals, self.player, self.boxes)
-
-
-def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], move: str) -> tuple[Cell, frozenset[Cell]] | None:
-    """Player and boxes after a move; None if it is not possible."""
-    cell, behind = beside(player, move), beside(beside(player, move), move)
-    if cell not in floor or cell in boxes and (behind not in floor or behind in boxes):
-        return None
-    return cell, boxes - {cell} | {behind} if cell in boxes else boxes
-
-
-@functools.lru_cache(10_000)
-def sokoban_moves(floor: frozenset[Cell], goals: frozenset[Cell], player: Cell, boxes: frozenset[Cell]) -> list[str] | None:
-    """Breadth-first search: the shortest solution, or None if there is none, which is what a deadlock is."""
-    came, queue = {(player, boxes): None}, [(player, boxes)]
-    for state in queue:
-        if state[1] == goals:
-            moves = []
-            while came[state]:
-                state, move = came[state]
-                moves.append(move)
-            return moves[::-1]
-        for move in MOVES:
-            after = pushed(floor, *state, move)
-            if after is not None and after not in came:
-                came[after] = state, move
-                queue.append(after)
-    return None
+    def team_reward(self, before: "Sokoban") -> float: return len(self.state[1] & self.goals) / self.boxes
+    def insight(self, before: "Sokoban", moves: list[str]) -> float: return float(self.solution() is not None)
 
 
 class Sudoku(Game):
@@ -1249,7 +1153,7 @@ class Sudoku(Game):
     rows with the missing numbers in ascending order, and looks at no column.
     """
 
-    agents = ("tool", "reasoner")
+    agents, alone = ("tool", "reasoner"), "reasoner"
     tiny = {"turns": 2, "max_new_tokens": 80}
     recipe = {"layers": 3}
 
@@ -1280,11 +1184,8 @@ class Sudoku(Game):
         self.grid = [row[:] for row in self.clues]
         return repr(self.full)
 
-    def picture(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self.grid)
-
-    def short(self) -> str:
-        return " ".join(str(value) for row in self.grid for value in row)
+    def picture(self) -> str: return "\n".join(" ".join(map(str, row)) for row in self.grid)
+    def short(self) -> str: return " ".join(str(value) for row in self.grid for value in row)
 
     def read(self, answer) -> list[list[int]] | None:
         """size rows of size whole numbers from 0 to size, or None."""
@@ -1295,20 +1196,10 @@ class Sudoku(Game):
 
     def faults(self, grid: list[list[int]]) -> set[Cell]:
         """The cells that repeat a number in a row, column or box, or change a clue."""
-        n, b = self.size, self.box
-        seen, faults = {}, set()
-        for r, c in itertools.product(range(n), range(n)):
-            value = grid[r][c]
-            if self.clues[r][c] not in (0, value):
-                faults.add((r, c))
-            for group in (("row", r), ("column", c), ("box", r // b, c // b)) if value else ():
-                first = seen.setdefault((group, value), (r, c))
-                if first != (r, c):
-                    faults |= {first, (r, c)}
-        return faults
+        return {(r, c) for (r, c), near in peers(self.size).items() if self.clues[r][c] not in (0, grid[r][c])
+                or grid[r][c] and any(grid[r][c] == grid[a][b] for a, b in near)}
 
-    def filled(self) -> int:
-        return sum(value > 0 for row in self.grid for value in row)
+    def filled(self) -> int: return sum(value > 0 for row in self.grid for value in row)
 
     def apply(self, grid: list[list[int]]) -> bool:
         self.tried = grid
@@ -1317,22 +1208,19 @@ class Sudoku(Game):
         self.grid = [row[:] for row in grid]
         return True
 
-    def success(self) -> bool:
-        return self.filled() == self.size**2        # only legal grids become the state
+    def success(self) -> bool: return self.filled() == self.size**2        # only legal grids become the state
 
     def gain(self, before: "Sudoku") -> float:
         faults = self.faults(self.tried)
         good = sum(self.tried[r][c] > 0 and (r, c) not in faults for r in range(self.size) for c in range(self.size))
         return good / self.size**2
 
-    def team_reward(self, before: "Sudoku") -> float:
-        return float(self.success())
+    def team_reward(self, before: "Sudoku") -> float: return float(self.success())
 
     def insight(self, before: "Sudoku", grid: list[list[int]]) -> float:
         return max(0, self.filled() - before.filled()) / self.size**2
 
-    def solution(self) -> list[list[int]]:
-        return self.full
+    def solution(self) -> list[list[int]]: return self.full
 
     def slip(self, agent: str, rng: Random) -> str:
         if rng.random() >= SLIP:
@@ -1347,46 +1235,34 @@ class Sudoku(Game):
         return self.say(agent, [[value or rng.randint(1, self.size) for value in row] for row in self.clues])
 
 
+@functools.cache
+def peers(n: int) -> dict[Cell, set[Cell]]:
+    """Each cell's neighbours: the other cells of its row, its column and its box."""
+    b, cells = math.isqrt(n), list(itertools.product(range(n), range(n)))
+    return {(r, c): {(y, x) for y, x in cells if y == r or x == c or (y // b, x // b) == (r // b, c // b)} - {(r, c)}
+            for r, c in cells}
+
+
 def completions(grid: list[list[int]], rng: Random | None = None) -> Iterator[list[list[int]]]:
     """All ways to complete a Sudoku, one by one; with rng in random order. Fills the cell with the fewest choices first."""
-    n, b = len(grid), math.isqrt(len(grid))
-    rows, columns, boxes = ([set(range(1, n + 1)) for _ in range(n)] for _ in range(3))     # what each still lacks
-    empty = set()
-    for r, c in itertools.product(range(n), range(n)):
-        if value := grid[r][c]:
-            for group in (rows[r], columns[c], boxes[r // b * b + c // b]):
-                group.discard(value)
-        else:
-            empty.add((r, c))
-    grid = [row[:] for row in grid]
+    near, numbers = peers(len(grid)), set(range(1, len(grid) + 1))
 
-    def fill() -> Iterator[list[list[int]]]:
-        if not empty:
-            yield [row[:] for row in grid]
+    def fill(grid: list[list[int]], choices: dict[Cell, set[int]]) -> Iterator[list[list[int]]]:
+        if not choices:
+            yield grid
             return
-        choices = {(r, c): rows[r] & columns[c] & boxes[r // b * b + c // b] for r, c in sorted(empty)}
-        r, c = min(choices, key=lambda cell: len(choices[cell]))
-        values = sorted(choices[r, c])
+        cell = r, c = min(choices, key=lambda cell: len(choices[cell]))
+        values = sorted(choices[cell])
         if rng:
             rng.shuffle(values)
-        groups = rows[r], columns[c], boxes[r // b * b + c // b]
-        empty.remove((r, c))
         for value in values:
-            for group in groups:
-                group.remove(value)
-            grid[r][c] = value
-            yield from fill()
-            for group in groups:
-                group.add(value)
-        grid[r][c] = 0
-        empty.add((r, c))
+            rest = {other: left - {value} if other in near[cell] else left for other, left in choices.items() if other != cell}
+            yield from fill([*grid[:r], [*grid[r][:c], value, *grid[r][c + 1:]], *grid[r + 1:]], rest)
 
-    return fill()
+    return fill(grid, {(r, c): numbers - {grid[y][x] for y, x in near[r, c]} for r, c in near if not grid[r][c]})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 7. Code: a coder and a tester, at once
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 7. Code: a coder and a tester, at once ---------------------------------------------------------------------------
 
 
 class CodeProblem(NamedTuple):
@@ -1425,27 +1301,39 @@ def printed_by(solution: str, given: str) -> str:
     return "\n".join(said)
 
 
-def run_tests(problem: CodeProblem, program: str, tests: Sequence[tuple[str, str]]) -> list[tuple[bool, Outcome]]:
-    """Run a program on each test: does it pass (spaces do not count), and what happened."""
+def run_tests(problem: CodeProblem, jobs: Sequence[tuple[str, tuple[str, str]]]) -> list[tuple[bool, Outcome]]:
+    """Run (program, test) pairs: does the program pass (spaces do not count), and what happened."""
     if not problem.function:
-        outcomes = run_programs([(program, given) for given, _ in tests])
-        return [(ran.ok and ran.stdout.split() == printed.split(), ran) for ran, (_, printed) in zip(outcomes, tests)]
+        outcomes = run_programs([(program, given) for program, (given, _) in jobs])
+        return [(ran.ok and ran.stdout.split() == printed.split(), ran) for ran, (_, (_, printed)) in zip(outcomes, jobs)]
     proof = secrets.token_hex(8)        # printed behind the asserts: a program that leaves early cannot know it
-    outcomes = run_programs([(f"{problem.question}\n{program}\n{asserts}\nprint('\\n{proof}')", "") for asserts, _ in tests])
+    outcomes = run_programs([(f"{problem.question}\n{program}\n{asserts}\nprint('\\n{proof}')", "")
+                             for program, (asserts, _) in jobs])
     return [(ran.ok and ran.stdout.strip().endswith(proof), ran) for ran in outcomes]
 
 
 def read_test(problem: CodeProblem, text: str) -> tuple[str, str] | None:
-    """The test in a tester's text, or None: the last Test Input and Test Output; for a function one assert in a block."""
+    """The test in a tester's text, or None: the last Test Input and Test Output; for a function an assert in a block."""
     if problem.function:
         block = (python_block(text) or "").strip()
-        good = len(block) <= MAX_ANSWER and re.fullmatch(rf"assert\b[^\n]*\b{problem.function}\([^\n]*", block)
-        return (block, "") if good else None
+        return (block, "") if len(block) <= MAX_ANSWER and says_what_is_right(block, problem.function) else None
     before, found, printed = text.rpartition("**Test Output:**")
     _, found_too, given = before.rpartition("**Test Input:**")
     given, printed = (part.split("```")[1].partition("\n")[2] if part.count("```") > 1 else part.strip().split("\n\n")[0]
                       for part in (given[:MAX_ANSWER], printed[:MAX_ANSWER]))
     return (given.strip("\n"), printed.strip()) if found and found_too else None
+
+
+def says_what_is_right(line: str, function: str) -> bool:
+    """Is it `assert function(values) == value` (or `is`), all literals? Others need not say anything: `assert f(1) or True`."""
+    try:
+        (node,) = ast.parse(line).body
+        call, (equal,), (value,) = node.test.left, node.test.ops, node.test.comparators
+        for part in (*call.args, *(keyword.value for keyword in call.keywords), value):
+            ast.literal_eval(part)
+        return isinstance(node, ast.Assert) and isinstance(equal, (ast.Eq, ast.Is)) and call.func.id == function
+    except (ValueError, TypeError, SyntaxError, AttributeError, MemoryError, RecursionError):
+        return False
 
 
 def load_code_problems(path: str | Path) -> list[CodeProblem]:
@@ -1495,7 +1383,7 @@ class Attempt(NamedTuple):
     agree: bool = False
 
 
-class Code(Team):
+class Code(Exercises):
     """AT-GRPO's code team (paper, section on coding): a coder and a tester, at once.
 
     The coder writes a program, the tester one test. The play ends when this turn's code passes this turn's test, or after
@@ -1504,23 +1392,14 @@ class Code(Team):
     never paid for the coder's work. The teacher's slips: the coder forgets int(), the tester the first step.
     """
 
-    agents = ("coder", "tester")
+    agents, alone = ("coder", "tester"), "coder"
+    generate, load = staticmethod(generate_code_problem), staticmethod(load_code_problems)
     tiny = {"turns": 2, "max_new_tokens": 90, "steps": 10, "eval_every": 5}
     recipe = {"plays": 250, "steps": 700}
 
-    def __init__(self, problems: list[CodeProblem] | None = None, level: int = 2, **settings):
-        super().__init__(**settings)
-        self.problems, self.level = Shared(problems or []), level
-        if self.single_agent:
-            self.agents, self.turns = ("coder",), 1
-
-    def load(self, path: str | Path) -> list[CodeProblem]:
-        return load_code_problems(path)
-
     def reset(self, rng: Random) -> None:
-        self.problem = rng.choice(self.problems) if self.problems else generate_code_problem(rng, self.level, self.split)
-        self.turn, self.history, self.now, self.share = 0, [], Attempt(), 0.0       # share of hidden tests that pass
-        self.queue = list(self.agents)
+        super().reset(rng)
+        self.history, self.now, self.share = [], Attempt(), 0.0     # share of the hidden tests that pass
 
     def observe(self, agent: str) -> str:
         question, function = self.problem.question, self.problem.function
@@ -1544,7 +1423,8 @@ class Code(Team):
         self.take_turn(agent)
         if agent == "coder":
             program = python_block(action)
-            results = run_tests(self.problem, program, self.problem.tests) if program is not None else [(False, NO_PROGRAM)]
+            jobs = [(program, test) for test in self.problem.tests] if program is not None else []
+            results = run_tests(self.problem, jobs) or [(False, NO_PROGRAM)]
             self.now = self.now._replace(code=program or "")
             self.share = sum(passed for passed, _ in results) / len(results)
             built = all(ran.built for _, ran in results)
@@ -1553,8 +1433,7 @@ class Code(Team):
         else:
             test = read_test(self.problem, action)
             if test:
-                ((right, _),) = run_tests(self.problem, self.problem.solution, [test])
-                ((agree, ran),) = run_tests(self.problem, self.now.code, [test])
+                (right, _), (agree, ran) = run_tests(self.problem, [(self.problem.solution, test), (self.now.code, test)])
                 self.now = self.now._replace(test=test, agree=agree, got=ran.stdout.strip() if ran.ok else ran.error)
             reward = Reward(self.share, 0.2 * bool(test) + 0.8 * (bool(test) and right), bool(test))
         if not self.queue:
@@ -1565,16 +1444,16 @@ class Code(Team):
             self.now = Attempt()
         return reward
 
-    def success(self) -> bool:
-        return self.share == 1.0
+    def success(self) -> bool: return self.share == 1.0
 
     def solve(self, agent: str) -> str:
         if agent == "coder":
             return f"```python\n{self.problem.solution}\n```"
         given, printed = self.problem.tests[0]
-        if self.problem.function:       # the first of the hidden asserts
+        if name := self.problem.function:       # the first of the hidden asserts that a tester could have written
             asserts = [ast.unparse(node) for node in ast.walk(ast.parse(given)) if isinstance(node, ast.Assert)]
-            given = next((a for a in asserts if "candidate(" in a), "assert True").replace("candidate(", self.problem.function + "(")
+            asserts = [line.replace("candidate(", f"{name}(") for line in asserts]
+            given = next((line for line in asserts if says_what_is_right(line, name)), "none")
         return test_text(self.problem.function, (given, printed))
 
     def slip(self, agent: str, rng: Random) -> str:
@@ -1597,9 +1476,7 @@ def test_text(function: str, test: tuple[str, str]) -> str:
     return f"```python\n{given}\n```" if function else f"**Test Input:**\n```\n{given}\n```\n**Test Output:**\n```\n{printed}\n```"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 8. Search: a verifier sends to the search agent or to the answer agent
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 8. Search: a verifier sends to the search agent or to the answer agent -------------------------------------------
 
 
 class Passage(NamedTuple):
@@ -1691,7 +1568,7 @@ def normal_text(text: str) -> str:
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
 
 
-class Search(Team):
+class Search(Env):
     """Dr. MAS's search team (paper section 5.2, appendix B.2): in each turn a verifier sends to one of two others.
 
     The verifier says whether what was found is enough: yes calls the answer agent, no the search agent, and on the last
@@ -1702,14 +1579,13 @@ class Search(Team):
     the first search.
     """
 
-    agents = ("verifier", "search", "answer")
+    agents, alone = ("verifier", "search", "answer"), "answer"
     penalty = 0.01
     tiny = {"max_new_tokens": 20}
 
     def __init__(self, problems: list[SearchProblem] | None = None, corpus: BM25 | None = None, **settings):
         super().__init__(**settings)
         self.problems, self.corpus = Shared(problems or []), corpus
-        self.agents = ("answer",) if self.single_agent else self.agents
 
     def load(self, path: str | Path) -> list[SearchProblem]:
         """Questions with answers, as `load_problems`; "supporting_titles" names the passages that one needs."""
@@ -1717,9 +1593,10 @@ class Search(Team):
             raise ValueError(f"{path}: questions need passages to search in; give --corpus FILE")
         place = {p.title: i for i, p in reversed(list(enumerate(self.corpus.passages)))}
         problems = []
-        for problem, (_, row) in zip(load_problems(path), read_rows(path)):
+        for where, row in read_rows(path):
             titles = tuple(map(str, row.get("supporting_titles") or ()))
-            problems.append(SearchProblem(problem.question, problem.answers, tuple(place.get(t, -1) for t in titles), titles))
+            support = tuple(place.get(title, -1) for title in titles)
+            problems.append(SearchProblem(*problem_of(row, where)[:2], support, titles))
         return problems
 
     def reset(self, rng: Random) -> None:
@@ -1803,9 +1680,7 @@ class Search(Team):
         return f"<{agent}>{word}</{agent}>"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 9. The table of tasks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- 9. The table of tasks --------------------------------------------------------------------------------------------
 
 def math_team(reasoners: int = 0, tools: int = 0, **settings) -> Env:
     """The pair of a reasoner and a tool agent; with numbers of them an ensemble, whose judge has the last word."""

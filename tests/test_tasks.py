@@ -75,9 +75,8 @@ def path(turns=4, **settings):
        .#.      the goal is four steps away: down, down, right, right
        ..G"""
     env = started(PlanPath(size=3, turns=turns, **settings))
-    env.walls, env.position, env.goal = frozenset({(0, 2), (1, 1)}), (0, 0), (2, 2)
-    env.distance = env.distances(env.walls)
-    env.start_distance = env.distance[env.position]
+    env.walls, env.state, env.goal = frozenset({(0, 2), (1, 1)}), (0, 0), (2, 2)
+    env.start_distance = env.distance()
     return env
 
 
@@ -100,7 +99,7 @@ def test_what_a_path_tool_earns_and_that_it_moves_nothing(text, local, valid):
     env = path()
     reward = env.step("tool", text)
     assert (reward.team, round(reward.local, 9), reward.valid) == (0, local, valid)
-    assert env.position == (0, 0) and env.acting() == ("planner",)
+    assert env.state == (0, 0) and env.acting() == ("planner",)
 
 
 def test_the_present_position_is_shown_and_the_planner_sees_the_tool():
@@ -136,8 +135,9 @@ def sokoban(board, **settings):
     cells = {(r, c): mark for r, row in enumerate(board.split()) for c, mark in enumerate(row)}
     env.floor = frozenset(cell for cell, mark in cells.items() if mark != "#")
     env.goals = frozenset(cell for cell, mark in cells.items() if mark in ".*+")
-    env.boxes = frozenset(cell for cell, mark in cells.items() if mark in "$*")
-    (env.player,) = (cell for cell, mark in cells.items() if mark in "@+")
+    (player,) = (cell for cell, mark in cells.items() if mark in "@+")
+    env.state = player, frozenset(cell for cell, mark in cells.items() if mark in "$*")
+    env.boxes = len(env.state[1])
     env.start_distance = env.distance()
     return env
 
@@ -171,7 +171,7 @@ def test_a_sokoban_tool_earns_the_share_of_the_boxes_distance():
 def test_levels_can_be_solved_and_are_not_solved_yet(size, boxes):
     for seed in range(20):
         env = started(Sokoban(size=size, boxes=boxes), seed)
-        assert not env.success() and env.solution() and len(env.boxes) == len(env.goals) == boxes and env.player not in env.boxes
+        assert not env.success() and env.solution() and len(env.state[1]) == len(env.goals) == boxes and env.state[0] not in env.state[1]
 
 
 # -- sudoku -----------------------------------------------------------------------------------------------------------
@@ -299,16 +299,18 @@ EVEN = CodeProblem('def even(n):\n    """Is n even?"""\n', "    return n % 2 == 
     ("import os; os._exit(0)", False), ("import sys\ntry:\n    even(2)\nfinally:\n    print('passed'); sys.exit(0)", False),
     ("def check(candidate): pass", False), ("print('ok')", False)])
 def test_a_function_passes_only_if_the_asserts_behind_it_are_reached(text, passes):
-    ((passed, _),) = run_tests(EVEN, text, EVEN.tests)
+    ((passed, _),) = run_tests(EVEN, [(text, test) for test in EVEN.tests])
     assert passed == passes
 
 
-@pytest.mark.parametrize("text, local", [("```python\nassert even(4)\n```", 1), ("```python\nassert even(3)\n```", .2), ("assert even(4)", 0), ("```python\nassert True\n```", 0),
-                                         ("```python\nassert even(4)\nassert even(6)\n```", 0), ("```python\nimport os\n```", 0)])
-def test_for_a_function_the_tester_writes_one_assert(text, local):
+@pytest.mark.parametrize("line, local", [
+    ("assert even(4) == True", 1), ("assert even(n=4) is True, 'why'", 1), ("assert even(3) == True", .2), ("assert even(4)", 0), ("assert even(4) or True", 0),
+    ("assert even(4) == even(4)", 0), ("assert odd(4) == True", 0), ("assert True", 0), ("assert even(4) == True\nassert even(6) == True", 0), ("import os", 0), ("assert (", 0)])
+def test_for_a_function_the_tester_writes_one_assert_that_says_what_is_right(line, local):
     env = code(EVEN)
     env.step("coder", "```python\ndef even(n): return n % 2 == 0\n```")
-    assert env.step("tester", text).local == local
+    assert env.step("tester", f"```python\n{line}\n```").local == local
+    assert read_test(EVEN, line) is None         # no block
 
 
 def test_generated_programs_pass_their_own_tests_and_the_splits_do_not_meet():
@@ -316,7 +318,7 @@ def test_generated_programs_pass_their_own_tests_and_the_splits_do_not_meet():
         problems = {split: [generate_code_problem(Random(seed), level, split) for seed in range(40)] for split in ("train", "eval")}
         assert not {p.question for p in problems["train"]} & {p.question for p in problems["eval"]}
         for problem in problems["train"][:4]:
-            assert all(passed for passed, _ in run_tests(problem, problem.solution, problem.tests))
+            assert all(passed for passed, _ in run_tests(problem, [(problem.solution, test) for test in problem.tests]))
             assert problem.question.count(".") == level + 2
 
 
@@ -327,7 +329,7 @@ def test_programming_problems_in_the_shapes_that_people_have(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     problems = load_code_problems(tmp_path / "p.jsonl")
     assert [p.function for p in problems] == ["", "", "even"]
-    assert all(run_tests(p, p.solution, p.tests)[0][0] for p in problems)
+    assert all(run_tests(p, [(p.solution, p.tests[0])])[0][0] for p in problems)
     for broken, says in (({"problem": "x"}, 'needed are "tests"'), (rows[0] | {"tests": [1]}, 'needed are "tests"'), (rows[2] | {"test": ""}, "needed with entry_point"), (rows[0] | {"problem": ""}, "no question")):
         (tmp_path / "b.jsonl").write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=f"b.jsonl, line 1: {says}"):
@@ -447,7 +449,7 @@ def test_helpers_work_at_once_and_the_judge_has_the_last_word():
     assert {agent: (r.team, round(r.local, 9)) for agent, r in rewards.items()} == {"reasoner1": (0, .2), "reasoner2": (0, 1), "tool1": (0, 1)}
     assert env.acting() == ("judge",) and env.turn == 0
     seen = env.observe("judge")
-    assert "reasoner1: \\boxed{75}\nIts answer: 75" in seen and "reasoner2" in seen and "tool1. The tool agent's program:\nprint(47 + 38)" in seen
+    assert "reasoner1. The reasoner's solution: \\boxed{75}\nThe reasoner's answer: 75" in seen and "reasoner2" in seen and "tool1. The tool agent's program:\nprint(47 + 38)" in seen
     reward = env.step("judge", r"\boxed{85}")
     assert (reward.team, reward.local) == (1, 1) and env.success() and env.acting() == () and env.turn == 1
 
