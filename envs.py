@@ -499,7 +499,7 @@ def start():
     for name, most in dict(CPU={CPU_SECONDS}, AS={MEMORY}, FSIZE={OUTPUT}, CORE=0, NOFILE=32, NPROC=0).items():
         try: resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
         except (AttributeError, ValueError, OSError): pass
-    source, sys.argv = sys.argv[1], ["program.py"]
+    source, sys.argv, sys.orig_argv = sys.argv[1], ["program.py"], []
     builtins.exit = builtins.quit = sys.exit        # -S has left them out
 {GUARD}
     try: return compile(source, "program.py", "exec")
@@ -1306,7 +1306,7 @@ def run_tests(problem: CodeProblem, jobs: Sequence[tuple[str, tuple[str, str]]])
     if not problem.function:
         outcomes = run_programs([(program, given) for program, (given, _) in jobs])
         return [(ran.ok and ran.stdout.split() == printed.split(), ran) for ran, (_, (_, printed)) in zip(outcomes, jobs)]
-    proof = secrets.token_hex(8)        # printed behind the asserts: a program that leaves early cannot know it
+    proof = secrets.token_hex(8)        # printed behind the asserts: a program that leaves early has not printed it
     outcomes = run_programs([(f"{problem.question}\n{program}\n{asserts}\nprint('\\n{proof}')", "")
                              for program, (asserts, _) in jobs])
     return [(ran.ok and ran.stdout.strip().endswith(proof), ran) for ran in outcomes]
@@ -1563,9 +1563,9 @@ def load_corpus(path: str | Path) -> BM25:
 
 
 def normal_text(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces: what an exact match compares."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+    """Lower case, without punctuation, articles and extra spaces, unless nothing else is there: what an exact match compares."""
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(word for word in bare.split() if word not in ("a", "an", "the")) or text.lower().strip()
 
 
 class Search(Env):
@@ -1613,7 +1613,7 @@ class Search(Env):
         if self.problem.support:
             return found.issuperset(self.problem.support)
         texts = [normal_text(self.index.passages[i].text) for i in found]
-        return any(normal_text(a) in text for a in self.problem.answers for text in texts)
+        return any(f" {normal_text(a)} " in f" {text} " for a in self.problem.answers for text in texts)
 
     def observe(self, agent: str) -> str:
         question, passages = self.problem.question, self.index.passages

@@ -79,6 +79,7 @@ def test_a_program_prints_and_reads(wall):
     assert run_behind(wall, "import tempfile as t\nwith t.TemporaryDirectory() as d: open(d + '/a', 'w')\nprint(1)").stdout == "1\n"
     assert run_behind(wall, "import asyncio; asyncio.run(asyncio.sleep(0.01)); print(1)").stdout == "1\n"
     assert "NameError" in run_behind(wall, "print(sys)").error
+    assert run_behind(wall, "import sys; print(sys.argv, sys.orig_argv)").stdout == "['program.py'] []\n"     # its own text is not to be read
 
 
 def test_much_input_is_read_or_left(wall):

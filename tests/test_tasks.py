@@ -421,6 +421,16 @@ def test_exact_match_after_the_usual_normalisation(a, b):
     assert normal_text(a) == normal_text(b) != normal_text(a + " x")
 
 
+def test_an_answer_of_nothing_but_articles_or_points_is_itself():
+    """Else "the" would be right where blood group "A" is asked for."""
+    env = started(Search([SearchProblem("Which blood group?", ("A",))], BM25([Passage("", "Her blood group is a secret. Anna")])))
+    env.history = [("blood", [0])]
+    assert not env.complete()                               # "Anna" does not hold the answer
+    env.step("verifier", "<verify>yes</verify>")
+    assert env.step("answer", "<answer>the</answer>").team == 0 and not env.success()
+    assert normal_text("A") == "a" and normal_text("...") == "..." and normal_text("The a") == "the a"
+
+
 def test_questions_and_passages_from_files(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"title": "Ann", "text": "Boss: Ben."}\n{"title": "Ben", "text": "Rome."}')
     (tmp_path / "q.jsonl").write_text('{"question": "Where?", "answer": "Rome", "supporting_titles": ["Ben", "Lost"]}\n{"question": "Who?", "answer": ["Ben", "B."]}')
