@@ -63,11 +63,12 @@ class Env:
     alone: str                  # who plays with --single-agent
     turn: int
     penalty = 0.1               # what a text that cannot be parsed costs in outcome credit, unless the user says otherwise
+    most_turns = 4              # of a play, unless the user says otherwise
     tiny: dict = {}             # flags that train.py sets for the tiny model, unless the user does: size, turns, ...
     recipe: dict = {}           # how the tiny model of this task is made, where it differs from the usual
 
-    def __init__(self, turns: int = 4, single_agent: bool = False, terse: bool = False, split: str = "train"):
-        self.turns, self.single_agent, self.terse, self.split = turns, single_agent, terse, split
+    def __init__(self, turns: int | None = None, single_agent: bool = False, terse: bool = False, split: str = "train"):
+        self.turns, self.single_agent, self.terse, self.split = turns or self.most_turns, single_agent, terse, split
         self.agents = (self.alone,) if single_agent else self.agents
         self.queue: list[str] = []          # who still has to act in this round
 
@@ -714,10 +715,7 @@ class Math(Exercises):
 
     agents, alone = ("reasoner", "tool"), "reasoner"
     generate, load = staticmethod(generate_problem), staticmethod(load_problems)
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.tiny = {"turns": 2, "max_new_tokens": 24 * self.level}
+    tiny = property(lambda self: {"turns": 2, "max_new_tokens": 24 * self.level})
 
     def reset(self, rng: Random) -> None:
         super().reset(rng)
@@ -827,9 +825,7 @@ class MathVerify(Math):
     """
 
     agents, alone = ("solver", "verifier"), "solver"
-
-    def __init__(self, turns: int = 2, **settings):
-        super().__init__(turns=turns, **settings)
+    most_turns = 2
 
     def reset(self, rng: Random) -> None:
         super().reset(rng)
@@ -1352,6 +1348,10 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
         if not all(isinstance(value, str) and value.strip() for value in fields.values()):
             raise ValueError(f"{where}: needed with entry_point are the texts {', '.join(fields)}; found {_fields(row)}")
         asserts = f"{row['test']}\ncheck({row['entry_point']})"
+        try:
+            ast.parse(asserts)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise ValueError(f"{where}: its test, with check({row['entry_point']}) behind it, is not Python") from None
         return CodeProblem(row["prompt"], row["canonical_solution"], ((asserts, ""),), row["entry_point"])
 
     def unpacked(value):
@@ -1359,7 +1359,8 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
 
     tests = unpacked(row.get("tests") or row.get("input_output"))
     if isinstance(tests, dict):
-        tests = [{"input": a, "output": b} for a, b in zip(tests.get("inputs", ()), tests.get("outputs", ()))]
+        pairs = zip(as_list(tests.get("inputs")), as_list(tests.get("outputs")))
+        tests = [{"input": a, "output": b} for a, b in pairs]
     good = isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests)
     solution = unpacked(row.get("solution") or row.get("solutions"))
     solution = solution[0] if isinstance(solution, list) and solution else solution
@@ -1368,6 +1369,10 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
                          f"{_fields(row)}")
     return CodeProblem(question_of(row, where), python_block(solution) or solution,
                        tuple((_lines(t["input"]), _lines(t["output"])) for t in tests))
+
+
+def as_list(value) -> list:
+    return value if isinstance(value, list) else []
 
 
 def _lines(value) -> str:
@@ -1594,7 +1599,7 @@ class Search(Env):
         place = {p.title: i for i, p in reversed(list(enumerate(self.corpus.passages)))}
         problems = []
         for where, row in read_rows(path):
-            titles = tuple(map(str, row.get("supporting_titles") or ()))
+            titles = tuple(map(str, as_list(row.get("supporting_titles"))))
             support = tuple(place.get(title, -1) for title in titles)
             problems.append(SearchProblem(*problem_of(row, where)[:2], support, titles))
         return problems

@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             read_config(args, {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None})
         elif args.show:
             raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
+        elif args.evaluate and not args.eval_n:
+            raise ValueError(f"--evaluate {args.evaluate} --eval-n 0 evaluates nothing; give --eval-n N")
         baseline, tiny = args.evaluate in BASELINES, args.model == "tiny" and args.evaluate not in BASELINES
         if tiny and (args.data or args.eval_data):
             raise ValueError("--data and --eval-data need a real model, given with --model: the tiny one knows only the "

@@ -330,7 +330,8 @@ def test_programming_problems_in_the_shapes_that_people_have(tmp_path):
     problems = load_code_problems(tmp_path / "p.jsonl")
     assert [p.function for p in problems] == ["", "", "even"]
     assert all(run_tests(p, [(p.solution, p.tests[0])])[0][0] for p in problems)
-    for broken, says in (({"problem": "x"}, 'needed are "tests"'), (rows[0] | {"tests": [1]}, 'needed are "tests"'), (rows[2] | {"test": ""}, "needed with entry_point"), (rows[0] | {"problem": ""}, "no question")):
+    for broken, says in (({"problem": "x"}, 'needed are "tests"'), (rows[0] | {"tests": [1]}, 'needed are "tests"'), (rows[2] | {"test": ""}, "needed with entry_point"), (rows[0] | {"problem": ""}, "no question"),
+                         (rows[0] | {"tests": {"inputs": 5, "outputs": [1]}}, 'needed are "tests"'), (rows[2] | {"test": "def check("}, "its test, with check\\(even\\)"), (rows[2] | {"entry_point": "f("}, "its test")):
         (tmp_path / "b.jsonl").write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=f"b.jsonl, line 1: {says}"):
             load_code_problems(tmp_path / "b.jsonl")
@@ -433,7 +434,7 @@ def test_an_answer_of_nothing_but_articles_or_points_is_itself():
 
 def test_questions_and_passages_from_files(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"title": "Ann", "text": "Boss: Ben."}\n{"title": "Ben", "text": "Rome."}')
-    (tmp_path / "q.jsonl").write_text('{"question": "Where?", "answer": "Rome", "supporting_titles": ["Ben", "Lost"]}\n{"question": "Who?", "answer": ["Ben", "B."]}')
+    (tmp_path / "q.jsonl").write_text('{"question": "Where?", "answer": "Rome", "supporting_titles": ["Ben", "Lost"]}\n{"question": "Who?", "answer": ["Ben", "B."], "supporting_titles": 5}')
     env = Search(corpus=load_corpus(tmp_path / "corpus.jsonl"))
     there, who = env.load(tmp_path / "q.jsonl")
     assert there.support == (1, -1) and who.support == () and who.answers == ("Ben", "B.")

@@ -46,6 +46,7 @@ def files(tmp_path):
 
 BAD = [
     ("--task chess", "argument --task: invalid choice: 'chess' (choose from"), ("--method ppo", "argument --method: invalid choice: 'ppo' (choose from"),
+    ("--evaluate random --eval-n 0", "evaluates nothing; give --eval-n N"),
     ("--branches 1", "'1' is not a whole number of at least 2"), ("--turns 0", "'0' is not a whole number of at least 1"),
     ("--steps -3", "'-3' is not a whole number of at least 0"), ("--envs many", "'many' is not a whole number of at least 1"),
     ("--lr fast", "'fast' is not a number of at least 0"), ("--lr nan", "'nan' is not a number"), ("--kl inf", "'inf' is not a number"),
