@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
+
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")       # of ast, about texts of models
 
 
 # -- 1. The interface -------------------------------------------------------------------------------------------------
@@ -63,12 +66,13 @@ class Env:
     alone: str                  # who plays with --single-agent
     turn: int
     penalty = 0.1               # what a text that cannot be parsed costs in outcome credit, unless the user says otherwise
-    most_turns = 4              # of a play, unless the user says otherwise
+    most_turns, tiny_turns = 4, 2       # of a play, unless the user says otherwise; with the tiny model
     tiny: dict = {}             # flags that train.py sets for the tiny model, unless the user does: size, turns, ...
     recipe: dict = {}           # how the tiny model of this task is made, where it differs from the usual
 
     def __init__(self, turns: int | None = None, single_agent: bool = False, terse: bool = False, split: str = "train"):
-        self.turns, self.single_agent, self.terse, self.split = turns or self.most_turns, single_agent, terse, split
+        self.turns = turns or (self.tiny_turns if terse else self.most_turns)
+        self.single_agent, self.terse, self.split = single_agent, terse, split
         self.agents = (self.alone,) if single_agent else self.agents
         self.queue: list[str] = []          # who still has to act in this round
 
@@ -135,12 +139,16 @@ class Shared(list):
 class Exercises(Env):
     """A team that works on problems, from a file or generated; who works alone has one turn."""
 
+    once = False                                        # has the team, too, one turn?
     generate: Callable[[Random, int, str], tuple]       # (rng, level, split) -> problem
 
-    def __init__(self, problems: list | None = None, level: int = 2, **settings):
-        super().__init__(**settings)
+    def __init__(self, problems: list | None = None, level: int = 2, turns: int | None = None, **settings):
+        super().__init__(turns, **settings)
         self.problems, self.level = Shared(problems or []), level
-        self.turns = 1 if self.single_agent else self.turns
+        if self.single_agent or self.once:
+            if turns not in (None, 1):
+                raise ValueError(f"--turns {turns}: this team has one turn; leave it out")
+            self.turns = 1
 
     def reset(self, rng: Random) -> None:
         self.problem = rng.choice(self.problems) if self.problems else self.generate(rng, self.level, self.split)
@@ -225,7 +233,7 @@ def read_rows(path: str | Path) -> list[tuple[str, dict]]:
         raise ValueError(f"{path}: the file has no rows")
     for where, row in rows:
         if not isinstance(row, dict):
-            raise ValueError(f'{where}: needed is an object like {{"question": ..., "answer": ...}}, not {type(row).__name__}')
+            raise ValueError(f'{where}: needed is an object, {{"...": ..., "...": ...}}, not {type(row).__name__}')
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -270,7 +278,7 @@ def problem_of(row: dict, where: str) -> Problem:
         accepted = answer if isinstance(answer, list) else [answer]
         if all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in accepted):
             finals = tuple(final_answer(str(a)) for a in accepted)
-            if all(finals):
+            if all(final and same_answer(final, final) for final in finals):
                 return Problem(question, finals)
     raise ValueError(f"{where}: no final answer in {_fields(row)}; needed is `#### answer`, \\boxed{{answer}}, the answer "
                      "alone, or a list of accepted ones")
@@ -389,15 +397,20 @@ def normal_form(answer: str) -> str:
     return re.sub(r"^\(([a-zA-Z])\)$", r"\1", s)
 
 
+NUMBER_WORDS = set("""hundred thousand million billion trillion dozen score tenth hundredth thousandth half halve squared cubed
+    factorial base choose mod plu minu negative point or and""".split())
+
+
 def split_unit(answer: str) -> tuple[str, str]:
     r"""("5\text{ cm}^2") -> ("5", "cm"); a unit is a word, plain or in \text{}, after a number or a fraction of numbers."""
     number = r"\s*[+-]?(?:[0-9][0-9.,/ ]*|[0-9]* ?\\frac *(?:\{[0-9]+\}|[0-9]) *(?:\{[0-9]+\}|[0-9]))"
-    word = r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*([a-zA-Z]{2,}|[mgshL])[a-zA-Z ]*\}|(?<=[\s}])([a-zA-Z]{3,})[a-zA-Z ]*"
-    match = re.fullmatch(rf"({number})(?<! )\s*(?:{word})(?:\^\{{?[23]\}}?)?\s*\.?", re.sub(r"\s+", " ", answer))
+    rest = r"(?: [a-zA-Z ]{0,60})?"
+    word = rf"\\(?:text|mbox|textrm|mathrm)\s*\{{\s*([a-zA-Z]{{2,30}}|[mgshL]){rest}\}}|(?<=[\s}}])([a-zA-Z]{{3,30}}){rest}"
+    match = re.fullmatch(rf"({number})(?<! )\s*(?:{word})(?:\^\{{?([23])\}}?)?\s*\.?", re.sub(r"\s+", " ", answer))
     unit = (match[2] or match[3]).lower().rstrip("s") if match else ""
-    if unit in ("", "million", "billion", "thousand", "hundred", "dozen", "squared", "cubed", "factorial", "or", "and"):
+    if not unit or unit in NUMBER_WORDS:
         return answer, ""                                       # no unit, but a part of the number
-    return match[1], unit
+    return match[1], unit + (match[4] or "")
 
 
 def _fraction(match: re.Match) -> str:
@@ -471,15 +484,17 @@ class Outcome(NamedTuple):
 
 
 NO_PROGRAM = Outcome(False, False, "", "no python block")
-CPU_SECONDS, WALL_SECONDS, MEMORY, OUTPUT, MAX_PROGRAM = 2, 10, 512 << 20, 64 << 10, 20_000
+CPU_SECONDS, WALL_SECONDS, MEMORY, OUTPUT, MAX_PROGRAM = 2, 10, 512 << 20, 64 << 10, 100_000
 NOT_BUILT = 97          # the runner's exit status for a text that does not compile
 SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)     # programs that run at once, from however many threads
+LOCKS = [threading.Lock() for _ in range(64)]               # equal programs run one after the other
+SECRET = secrets.token_hex(8)
 
 # Python asks this hook before it acts: the same refusals on every system. It stops accidents, not attackers.
 GUARD = """
     never = set('''os.fork os.forkpty os.posix_spawn os.exec os.system subprocess.Popen os.kill os.killpg
-        ctypes.dlopen socket.connect socket.bind socket.getaddrinfo socket.sendto socket.sendmsg'''.split())
-    changes = set("os.remove os.rename os.rmdir os.link os.truncate os.chmod os.chown shutil.rmtree".split())
+        ctypes.dlopen sqlite3.connect socket.connect socket.bind socket.getaddrinfo socket.sendto socket.sendmsg'''.split())
+    changes = set("os.remove os.rename os.rmdir os.link os.truncate os.chmod os.chown os.utime shutil.rmtree".split())
     folder, writes = os.getcwd() + "/", os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
     def guard(event, args, realpath=os.path.realpath, fsdecode=os.fsdecode):
         if event in never: raise PermissionError(event + " is not allowed")
@@ -491,23 +506,24 @@ GUARD = """
             if (path + "/").startswith("/proc/") or change and not path.startswith(folder):
                 raise PermissionError(event + " is not allowed outside the program's folder")
     sys.addaudithook(guard)
+    import _posixsubprocess; _posixsubprocess.fork_exec = None     # multiprocessing asks nobody
 """
 # The child limits itself before it looks at the program: code between fork and exec is unsafe beside threads.
 # It starts no process, so none outlives it. (NPROC 0 does not bind root, and binds everyone else's threads too.)
 RUNNER = f"""
 def start():
-    import builtins, os, resource, sys
+    import builtins, os, resource, signal, sys
+    signal.alarm({WALL_SECONDS + 2})                # should the trainer be gone by then
     for name, most in dict(CPU={CPU_SECONDS}, AS={MEMORY}, FSIZE={OUTPUT}, CORE=0, NOFILE=32, NPROC=0).items():
         try: resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
         except (AttributeError, ValueError, OSError): pass
-    source, sys.argv, sys.orig_argv = sys.argv[1], ["program.py"], []
+    sources, sys.argv, sys.orig_argv = sys.argv[1:], ["program.py"], []
     builtins.exit = builtins.quit = sys.exit        # -S has left them out
 {GUARD}
-    try: return compile(source, "program.py", "exec")
+    try: codes = [compile(source, "program.py", "exec") for source in sources]
     except BaseException as e: sys.stderr.write(type(e).__name__ + ": " + str(e)); sys.exit({NOT_BUILT})
-code = start()
-del start
-exec(code)
+    yield from codes
+for code in start(): exec(code)
 """
 
 # What stands before "python". Both: no network, no other process in sight, no rights; bwrap: no files but Python's.
@@ -554,11 +570,12 @@ def clear(folder: str) -> None:
             subprocess.run([*tool, folder], check=False, stderr=subprocess.DEVNULL)
 
 
-def run_behind(wall: list[str], program: str, stdin: str = "") -> Outcome:
+def run_behind(wall: list[str], program: str | tuple[str, ...], stdin: str = "") -> Outcome:
     """Run a program behind a wall, a command that stands before "python". OSError if there is no such command."""
+    parts = (program,) if isinstance(program, str) else program
     folder = os.path.realpath(tempfile.mkdtemp())
     # -I: no variables and no user folder; -S: no site-packages, so that it starts in 15 ms; -B: no bytecode files
-    command = [*wall, os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", RUNNER, program]
+    command = [*wall, os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", RUNNER, *parts]
     try:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin.encode("utf-8", "replace"))
@@ -587,39 +604,54 @@ def run_behind(wall: list[str], program: str, stdin: str = "") -> Outcome:
     return Outcome(status != NOT_BUILT, status == 0, stdout, error)
 
 
-@functools.lru_cache(1000)       # the candidates of a group are often equal; a program that draws lots draws them once
-def run_program(program: str, stdin: str = "") -> Outcome:
-    """Run a Python program (standard library only) in a process of its own and return what it printed.
-
-    At most 2 s of CPU time, 10 s in all, 512 MiB of memory, and 64 KiB in each file, stdout included. It
-    has an empty environment and an empty folder that is deleted after it. It starts no process, opens no connection,
-    sends no signal and changes no file elsewhere. Behind bwrap the kernel sees to all of this; behind unshare, to all
-    but files; with neither, a hook in Python does, which stops accidents and is no security boundary. Without bwrap a
-    program can read what its user can read. Needs a POSIX system.
-    """
-    refused = (f"the program has more than {MAX_PROGRAM} characters" if len(program) > MAX_PROGRAM else
-               "the program contains a NUL character" if "\0" in program else
-               "the program is not valid unicode" if program != program.encode("utf-8", "replace").decode() else "")
-    if refused:
-        return Outcome(False, False, "", refused)
+@functools.lru_cache(1000)
+def run_once(program: str | tuple[str, ...], stdin: str) -> Outcome:
     with SLOTS:
         return run_behind(walls(), program, stdin)
 
 
-def run_programs(jobs: list[tuple[str, str]]) -> list[Outcome]:
+def run_program(program: str | tuple[str, ...], stdin: str = "") -> Outcome:
+    """Run a Python program (standard library only) in a process of its own and return what it printed.
+
+    program: one text, or several that run one after the other with the same names, so that none sees a later one's text.
+    At most 2 s of CPU time, 10 s in all, 512 MiB of memory, and 64 KiB in each file, stdout included. It has an empty
+    environment and an empty folder that is deleted after it. It starts no process, opens no connection, sends no signal
+    and changes no file elsewhere. Behind bwrap the kernel sees to all of this; behind unshare, to network, signals and
+    other processes; to the rest, a hook in Python does, which stops accidents and is no security boundary. Without bwrap
+    a program can read what its user can read. Needs a POSIX system. Equal programs with equal input run once, as the
+    candidates of a group are often equal: they earn the same, and one that draws lots draws them once.
+    """
+    for part in (program,) if isinstance(program, str) else program:
+        refused = (f"the program has more than {MAX_PROGRAM} bytes" if len(part.encode("utf-8", "replace")) > MAX_PROGRAM else
+                   "the program contains a NUL character" if "\0" in part else
+                   "the program is not valid unicode" if part != part.encode("utf-8", "replace").decode() else "")
+        if refused:
+            return Outcome(False, False, "", refused)
+    with LOCKS[hash((program, stdin)) % len(LOCKS)]:
+        return run_once(program, stdin)
+
+
+def run_programs(jobs: list[tuple]) -> list[Outcome]:
     """`run_program` on (program, stdin) pairs, side by side; the outcomes in the order of the jobs."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda job: run_program(*job), jobs))
 
 
+FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[ \t]{0,9}\r?\n")
+
+
 def python_block(text: str) -> str | None:
-    """The last closed ```python block (the language may be missing); None without one."""
-    blocks = text.split("```")[1:-1:2]
-    for block in reversed(blocks):
-        language, newline, program = block.partition("\n")
-        if newline and language.strip().lower() in ("", "python", "py", "python3"):
-            return program
-    return None
+    """The last closed ```python block (the language may be missing); None without one, or among a thousand marks."""
+    found, start = None, 0 if text.count("```") <= 1000 else len(text)
+    while opening := FENCE.search(text, start):
+        end = text.find("```", opening.end())
+        if end < 0:
+            break
+        closed = not text[end + 3:end + 4].isalnum()       # else it opens the next block, and this one has no end
+        if closed and opening[1].lower() in ("", "python", "py", "python3"):
+            found = text[opening.end():end]
+        start = end + 3 if closed else end
+    return found
 
 
 def run_block(text: str) -> tuple[str, Outcome]:
@@ -715,7 +747,7 @@ class Math(Exercises):
 
     agents, alone = ("reasoner", "tool"), "reasoner"
     generate, load = staticmethod(generate_problem), staticmethod(load_problems)
-    tiny = property(lambda self: {"turns": 2, "max_new_tokens": 24 * self.level})
+    tiny = property(lambda self: {"max_new_tokens": 24 * self.level})
 
     def reset(self, rng: Random) -> None:
         super().reset(rng)
@@ -778,8 +810,10 @@ class Ensemble(Math):
     slips: as in `Math`, and the judge believes the first reasoner.
     """
 
+    once = True
+
     def __init__(self, reasoners: int, tools: int, **settings):
-        super().__init__(**settings | {"turns": 1})
+        super().__init__(**settings)
         helpers = [f"reasoner{i + 1}" for i in range(reasoners)] + [f"tool{i + 1}" for i in range(tools)]
         self.agents = (*helpers, "judge")
         if self.single_agent or not helpers:
@@ -885,9 +919,9 @@ class MathVerify(Math):
 class Game(Env):
     """What plan-path, sokoban and sudoku share (AT-GRPO, appendix on games and planning).
 
-    In each turn the tool agent writes a program that prints an answer. It moves nothing: its answer is scored on a copy,
-    team reward 0. Then the decider sees the program, its output and the answer in it, and its own answer is executed.
-    The play ends when the game is won, or after `turns`. Local rewards, with `gain` and `insight` as each game says:
+    In each turn the tool agent writes a ```python block that prints an answer, a list. It moves nothing: its answer is
+    scored on a copy, team reward 0. The decider sees the program, its output and the answer in it, and ends with
+    `#### list`; this is executed. The play ends when the game is won, or after `turns`. Local rewards, with `gain` and `insight` as each game says:
         tool     .1 the program builds + .1 it runs and prints an answer + .8 gain of this answer
         decider  .1 an answer can be read + .1 it is legal + .8 insight; team: `team_reward`
     A game also says: `deal` a start, `picture` the state, `read` an answer, and `apply` it.
@@ -923,16 +957,17 @@ class Game(Env):
 
     def step(self, agent: str, action: str) -> Reward:
         self.take_turn(agent)
-        before = copy.copy(self)         # states are replaced, never changed in place
         if agent == "tool":
             self.program, self.ran = run_block(action)
-            self.tip = self.read(last_list(self.ran.stdout)) if self.ran.ok else None
+            self.tip, gain = self.read(last_list(self.ran.stdout)) if self.ran.ok else None, 0.0
             if self.tip is not None:
-                before.apply(self.tip)          # on the copy
-            gain = before.gain(self) if self.tip is not None else 0.0
+                trial = copy.copy(self)
+                trial.apply(self.tip)
+                gain = trial.gain(before=self)
             self.queue = [self.alone]
             return Reward(0.0, 0.1 * self.ran.built + 0.1 * (self.tip is not None) + 0.8 * gain, self.ran.built)
 
+        before = copy.copy(self)                # enough, as a state is replaced, never changed in place
         answer = self.read(last_list(action, marker="####"))
         legal = answer is not None and self.apply(answer)
         self.turn += 1
@@ -1035,7 +1070,7 @@ class PlanPath(Walk):
     gain: the same. Insight: 1 if the first move lies on a shortest way. The teacher's slip: it stops one step too early.
     """
 
-    tiny = {"size": 4, "turns": 2, "max_new_tokens": 60}
+    tiny = {"size": 4, "max_new_tokens": 60}
     rules = ("You walk on a grid of cells, one cell a move: U (up), D (down), L (left) or R (right). P is where you are, G is "
              "the goal, # is a wall, . is free. A move into a wall or off the grid does nothing.")
 
@@ -1080,15 +1115,16 @@ class Sokoban(Walk):
     Insight: 1 if the state can still be solved, which a search decides. The teacher's slip: it stops one step too early.
     """
 
-    tiny = {"size": 5, "turns": 2, "max_new_tokens": 100}
+    tiny = {"size": 5, "max_new_tokens": 100}
     rules = ("Sokoban: you (@) push boxes ($) onto goals (.), one cell a move: U (up), D (down), L (left) or R (right). You "
              "cannot pull, nor push two boxes at once, nor a box into a wall (#); such a move does nothing. - is free floor, "
              "* a box on a goal, + you on a goal. A box in a corner is lost.")
 
     def __init__(self, size: int = 6, boxes: int = 1, **settings):
         super().__init__(size, **settings)
-        if not 5 <= size <= 10:
-            raise ValueError(f"--size {size}: a sokoban level has 5 to 10 rows, the walls around it included")
+        if not 5 <= size <= 10 or size * boxes > 24:
+            raise ValueError(f"--size {size} --boxes {boxes}: a sokoban level has 5 to 10 rows, the walls around it included, "
+                             "and with 3 boxes at most 8, as a deadlock is decided by a search of all states")
         self.boxes = boxes
 
     def deal(self, rng: Random) -> str:
@@ -1137,20 +1173,21 @@ class Sokoban(Walk):
         return sum(min(abs(b[0] - g[0]) + abs(b[1] - g[1]) for g in self.goals) for b in self.state[1])
 
     def team_reward(self, before: "Sokoban") -> float: return len(self.state[1] & self.goals) / self.boxes
-    def insight(self, before: "Sokoban", moves: list[str]) -> float: return float(self.solution() is not None)
+    def insight(self, before: "Sokoban", moves: list[str]) -> float: return float(bool(moves) and self.solution() is not None)
 
 
 class Sudoku(Game):
     """AT-GRPO's Sudoku: fill the grid so that each row, column and box holds 1 ... size once (paper, section on games).
 
     Half of the cells are clues; they determine the rest and cannot be changed. A grid that breaks a rule or a clue is
-    refused; a legal one, complete or not, becomes the state. Team: 1 if solved. Insight: newly filled cells / size².
+    refused; a legal one, complete or not, becomes the state. Team: 1 if solved. Insight: newly filled cells / size², so at
+    most ½ here, and .6 of the local reward's 1.
     Gain, the paper's "sanity": the share of cells filled without breaking a rule or a clue. The teacher's slip: it fills
     rows with the missing numbers in ascending order, and looks at no column.
     """
 
     agents, alone = ("tool", "reasoner"), "reasoner"
-    tiny = {"turns": 2, "max_new_tokens": 80}
+    tiny = {"max_new_tokens": 80}
     recipe = {"layers": 3}
 
     def __init__(self, size: int = 4, **settings):
@@ -1302,10 +1339,12 @@ def run_tests(problem: CodeProblem, jobs: Sequence[tuple[str, tuple[str, str]]])
     if not problem.function:
         outcomes = run_programs([(program, given) for program, (given, _) in jobs])
         return [(ran.ok and ran.stdout.split() == printed.split(), ran) for ran, (_, (_, printed)) in zip(outcomes, jobs)]
-    proof = secrets.token_hex(8)        # printed behind the asserts: a program that leaves early has not printed it
-    outcomes = run_programs([(f"{problem.question}\n{program}\n{asserts}\nprint('\\n{proof}')", "")
-                             for program, (asserts, _) in jobs])
-    return [(ran.ok and ran.stdout.strip().endswith(proof), ran) for ran in outcomes]
+    proof = hashlib.sha256(f"{SECRET}{problem}".encode("utf-8", "replace")).hexdigest()     # printed if all asserts hold
+    runs = []
+    for program, (asserts, _) in jobs:      # a program that begins with spaces goes on in the question's function
+        whole = (f"{problem.question}\n{program}",) if program[:1].isspace() else (problem.question, program)
+        runs.append(((*whole, asserts, f"print('\\n{proof}')"), ""))
+    return [(ran.ok and ran.stdout.strip().endswith(proof), ran) for ran in run_programs(runs)]
 
 
 def read_test(problem: CodeProblem, text: str) -> tuple[str, str] | None:
@@ -1327,7 +1366,8 @@ def says_what_is_right(line: str, function: str) -> bool:
         call, (equal,), (value,) = node.test.left, node.test.ops, node.test.comparators
         for part in (*call.args, *(keyword.value for keyword in call.keywords), value):
             ast.literal_eval(part)
-        return isinstance(node, ast.Assert) and isinstance(equal, (ast.Eq, ast.Is)) and call.func.id == function
+        said = isinstance(node, ast.Assert) and isinstance(equal, (ast.Eq, ast.Is)) and call.func.id == function
+        return said and (node.msg is None or isinstance(node.msg, ast.Constant))
     except (ValueError, TypeError, SyntaxError, AttributeError, MemoryError, RecursionError):
         return False
 
@@ -1346,8 +1386,10 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
     if row.get("entry_point"):
         fields = {name: row.get(name) for name in ("prompt", "entry_point", "test", "canonical_solution")}
         if not all(isinstance(value, str) and value.strip() for value in fields.values()):
-            raise ValueError(f"{where}: needed with entry_point are the texts {', '.join(fields)}; found {_fields(row)}")
+            raise ValueError(f"{where}: needed with entry_point are the texts {', '.join(fields)}, none empty; found {_fields(row)}")
         asserts = f"{row['test']}\ncheck({row['entry_point']})"
+        if len(asserts.encode()) > MAX_PROGRAM:
+            raise ValueError(f"{where}: its test has more than {MAX_PROGRAM} bytes")
         try:
             ast.parse(asserts)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -1359,20 +1401,22 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
 
     tests = unpacked(row.get("tests") or row.get("input_output"))
     if isinstance(tests, dict):
-        pairs = zip(as_list(tests.get("inputs")), as_list(tests.get("outputs")))
-        tests = [{"input": a, "output": b} for a, b in pairs]
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or tests.get("fn_name"):
+            raise ValueError(f"{where}: inputs and outputs are lists of one length, of what a program reads and prints; calls "
+                             "of a function (fn_name) are not supported")
+        tests = [{"input": a, "output": b} for a, b in zip(inputs, outputs)]
     good = isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests)
-    solution = unpacked(row.get("solution") or row.get("solutions"))
+    solution = row.get("solution") or row.get("solutions")
+    if isinstance(solution, str) and solution.lstrip().startswith("["):     # a list as JSON, or Python that begins like one
+        with contextlib.suppress(ValueError):
+            solution = json.loads(solution)
     solution = solution[0] if isinstance(solution, list) and solution else solution
-    if not good or not isinstance(solution, str):
-        raise ValueError(f'{where}: needed are "tests", a list of {{"input": ..., "output": ...}}, and a "solution"; found '
-                         f"{_fields(row)}")
+    if not good or not isinstance(solution, str) or not solution.strip():
+        raise ValueError(f'{where}: needed are "tests", a list of {{"input": ..., "output": ...}}, and a "solution", neither '
+                         f"empty; found {_fields(row)}")
     return CodeProblem(question_of(row, where), python_block(solution) or solution,
                        tuple((_lines(t["input"]), _lines(t["output"])) for t in tests))
-
-
-def as_list(value) -> list:
-    return value if isinstance(value, list) else []
 
 
 def _lines(value) -> str:
@@ -1399,7 +1443,7 @@ class Code(Exercises):
 
     agents, alone = ("coder", "tester"), "coder"
     generate, load = staticmethod(generate_code_problem), staticmethod(load_code_problems)
-    tiny = {"turns": 2, "max_new_tokens": 90, "steps": 10, "eval_every": 5}
+    tiny = {"max_new_tokens": 90, "steps": 10, "eval_every": 5}
     recipe = {"plays": 250, "steps": 700}
 
     def reset(self, rng: Random) -> None:
@@ -1433,12 +1477,14 @@ class Code(Exercises):
             self.now = self.now._replace(code=program or "")
             self.share = sum(passed for passed, _ in results) / len(results)
             built = all(ran.built for _, ran in results)
-            runs = all(ran.ok or ran.error.startswith("AssertionError") for _, ran in results)
+            function = bool(self.problem.function)      # which runs, if it runs into an assert
+            runs = all(ran.ok or function and ran.error.startswith("AssertionError") for _, ran in results)
             reward = Reward(self.share, 0.1 * built + 0.1 * runs + 0.8 * self.share, built)
         else:
             test = read_test(self.problem, action)
             if test:
                 (right, _), (agree, ran) = run_tests(self.problem, [(self.problem.solution, test), (self.now.code, test)])
+                agree &= bool(self.now.code)
                 self.now = self.now._replace(test=test, agree=agree, got=ran.stdout.strip() if ran.ok else ran.error)
             reward = Reward(self.share, 0.2 * bool(test) + 0.8 * (bool(test) and right), bool(test))
         if not self.queue:
@@ -1520,11 +1566,11 @@ class BM25:
     def search(self, query: str, k: int = 3) -> list[int]:
         """The positions of the k best passages, best first; those without any of the query's words are left out."""
         total = np.zeros(len(self.passages))                                                    # (passages,)
-        for word in set(words(query[:MAX_ANSWER])):
-            where, added = self.scores.get(word, ((), ()))
-            total[list(where) if isinstance(where, tuple) else where] += added
-        best = np.argpartition(-total, min(k, len(total) - 1))[:k] if len(total) > k else np.arange(len(total))
-        return [int(i) for i in sorted(best, key=lambda i: (-total[i], i)) if total[i] > 0]
+        for word in dict.fromkeys(words(query[:MAX_ANSWER])):       # no set, whose order differs between processes
+            if word in self.scores:
+                where, added = self.scores[word]
+                total[where] += added
+        return [int(i) for i in np.argsort(-total, kind="stable")[:k] if total[i] > 0]
 
 
 class SearchProblem(NamedTuple):
@@ -1585,23 +1631,30 @@ class Search(Env):
     """
 
     agents, alone = ("verifier", "search", "answer"), "answer"
-    penalty = 0.01
+    penalty, tiny_turns = 0.01, 4
     tiny = {"max_new_tokens": 20}
 
     def __init__(self, problems: list[SearchProblem] | None = None, corpus: BM25 | None = None, **settings):
         super().__init__(**settings)
+        if problems and not corpus:
+            raise ValueError("questions need passages to search in: corpus=BM25(passages)")
         self.problems, self.corpus = Shared(problems or []), corpus
 
     def load(self, path: str | Path) -> list[SearchProblem]:
-        """Questions with answers, as `load_problems`; "supporting_titles" names the passages that one needs."""
+        """Questions with answers, as `load_problems`; "supporting_titles", if given, lists the passages that one needs."""
         if not self.corpus:
             raise ValueError(f"{path}: questions need passages to search in; give --corpus FILE")
         place = {p.title: i for i, p in reversed(list(enumerate(self.corpus.passages)))}
         problems = []
         for where, row in read_rows(path):
-            titles = tuple(map(str, as_list(row.get("supporting_titles"))))
+            titles = row.get("supporting_titles") or []
+            if not isinstance(titles, list):
+                raise ValueError(f"{where}: supporting_titles is a list of titles, not {type(titles).__name__}")
+            titles = tuple(map(str, titles))
             support = tuple(place.get(title, -1) for title in titles)
             problems.append(SearchProblem(*problem_of(row, where)[:2], support, titles))
+        if lost := sum(problem.support.count(-1) for problem in problems):
+            warnings.warn(f"{path}: {lost} supporting titles are not in the corpus; those questions are never complete")
         return problems
 
     def reset(self, rng: Random) -> None:
@@ -1658,8 +1711,9 @@ class Search(Env):
         return Reward(float(self.success()), float(self.found() > before), bool(self.answer or query))
 
     def found(self) -> int:
-        """How many of the needed passages are found."""
-        return len({i for _, hits in self.history for i in hits}.intersection(self.problem.support))
+        """How many of the needed passages are found; where a file does not name them, is the answer?"""
+        found = {i for _, hits in self.history for i in hits}.intersection(self.problem.support)
+        return len(found) if self.problem.support else int(self.complete())
 
     def success(self) -> bool:
         return self.answer is not None and normal_text(self.answer) in map(normal_text, self.problem.answers)
@@ -1681,7 +1735,7 @@ class Search(Env):
     def random_action(self, agent: str, rng: Random) -> str:
         if agent == "verifier":
             return f"<verify>{rng.choice(('yes', 'no'))}</verify>"
-        word = rng.choice(rng.choice(self.index.passages).text.rstrip(".").split())
+        word = rng.choice(rng.choice(self.index.passages).text.rstrip(".").split() or ["nothing"])
         return f"<{agent}>{word}</{agent}>"
 
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 from random import Random
 
@@ -56,7 +57,7 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="math", help="which team works on what (math)")
-    add("--single-agent", action="store_true", help="only the agent that answers, one turn: both papers' baseline")
+    add("--single-agent", action="store_true", help="only the agent that answers (math, code: one turn): both papers' baseline")
     add("--turns", type=positive, metavar="T", help="most turns, or rounds, of a play (4; math-verify and most of tiny: 2)")
     add("--level", type=int, choices=LEVELS, help="of generated problems; math: 1 small sums ... 5 four steps; code: steps (2)")
     add("--size", type=number(int, 3, 26), metavar="N", help="rows and columns: plan-path (10), sokoban (6), sudoku 4 or 9 (4)")
@@ -101,7 +102,7 @@ def make_parser() -> Parser:
     add("--eval-k", type=positive, default=1, metavar="K", help="plays per problem: greedy if 1, else avg@K, pass@K (1)")
     add("--evaluate", metavar="RUN", help="do not train: score the newest checkpoint of this folder; expert, random: play "
         "--task without a model")
-    add("--show", type=count, default=0, metavar="N", help="with --evaluate: print N plays, and one group of a tree")
+    add("--show", type=count, default=0, metavar="N", help="with --evaluate: print N plays (of a run, one group of a tree too)")
 
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=count, default=0, help="of problems, adapters and sampling (0)")
@@ -122,8 +123,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if args.evaluate is not None and args.evaluate not in BASELINES:
             parser.set_defaults(**dict.fromkeys(vars(args)))        # what is not None now was typed
             read_config(args, {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None})
-        elif args.show:
-            raise ValueError("--show prints plays of a finished run; give --evaluate RUN")
+        elif args.show and not args.evaluate:
+            raise ValueError("--show prints plays of a finished run, of the expert or at random; give --evaluate too")
         elif args.evaluate and not args.eval_n:
             raise ValueError(f"--evaluate {args.evaluate} --eval-n 0 evaluates nothing; give --eval-n N")
         baseline, tiny = args.evaluate in BASELINES, args.model == "tiny" and args.evaluate not in BASELINES
@@ -134,6 +135,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError("--eval-data is given, but --eval-n 0 evaluates nothing; leave one of them out")
         if args.corpus and args.task != "search":
             raise ValueError(f"--corpus is for --task search, not for {args.task}")
+        if args.corpus and not (args.data or args.eval_data):
+            raise ValueError("--corpus holds the passages of --data or --eval-data; give one of them too")
         args.passages = load_corpus(args.corpus) if args.corpus else None
         env = make_env(args, "train")
         defaults = {"steps": 20, "lr": 1e-3, "eval_every": 10} | env.tiny if tiny else {"steps": 200, "lr": 1e-5, "eval_every": 20}
@@ -161,7 +164,8 @@ def make_env(args: argparse.Namespace, split: str, problems: list | None = None)
     settings |= {"problems": problems} if problems else {}
     settings |= {"corpus": args.passages} if args.passages else {}
     try:
-        return TASKS[args.task](**settings, single_agent=args.single_agent, terse=args.model == "tiny", split=split)
+        terse = args.model == "tiny" and args.evaluate not in BASELINES
+        return TASKS[args.task](**settings, single_agent=args.single_agent, terse=terse, split=split)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if not unknown:
@@ -174,7 +178,7 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
     run = Path(args.evaluate)
     if not run.is_dir():
         runs = ", ".join(str(config.parent) for config in sorted(run.parent.glob("*/config.json"))[:9])
-        raise ValueError(f"--evaluate {run}: no such folder; runs that are there: {runs or 'none'}")
+        raise ValueError(f"--evaluate {run}: no such folder; allowed are expert, random, and runs that are there: {runs or 'none'}")
     try:
         config = dict(json.loads((run / "config.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -223,6 +227,8 @@ def read_problems(args: argparse.Namespace) -> dict:
     """{"train": problems or None for generated ones, "eval": {file name: problems}}. No problem is in both."""
     load = make_env(args, "train").load
     train = load(args.data) if args.data else None
+    if args.evaluate in BASELINES and args.data and not args.eval_data:     # nothing is trained: play them all
+        return {"train": train, "eval": {Path(args.data).stem: train}}
     evals = {Path(f).stem: load(f) for f in args.eval_data or []}
     if len(evals) < len(args.eval_data or []):
         raise ValueError("--eval-data: two files have the same name; rename one, as their results are logged by name")
@@ -267,6 +273,7 @@ def make_folder(args: argparse.Namespace) -> str:
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_config(out, args)
+        (out / "config.json").unlink()      # it can be written; it stays there once the model is loaded
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror}); give a folder of yours") from None
     return str(out)
@@ -334,7 +341,7 @@ def build_policies(args: argparse.Namespace) -> dict:
                                  temperature=args.temperature, batch_tokens=args.batch_tokens)
     except Exception as error:      # a model's files can be wrong in any way; what matters is the first line of it
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        fail(f"--model {args.model} on {device}: {reason}")
+        fail(f"--model {args.model} on {device} cannot be set up: {reason}")
     adapters = distinct(policies)
     trained = sum(p.numel() for policy in adapters for p in policy.parameters)
     frozen = sum(p.numel() for p in adapters[0].model.parameters()) - trained
@@ -356,10 +363,19 @@ def build_policies(args: argparse.Namespace) -> dict:
 
 def baseline(args: argparse.Namespace) -> None:
     """--evaluate expert, or random: play the evaluation problems without a model."""
+    def choose(env, agent: str) -> str:
+        text = env.solve(agent) if args.evaluate == "expert" else env.random_action(agent, rng)
+        calls.append((env.turn, agent, env.observe(agent), text))
+        return text
+
     plays = []
     for i, env in enumerate(env for envs in eval_sets(args).values() for env in envs):
-        rng = Random(f"{args.seed}/{args.evaluate}/{i}")
-        plays.append(play(env, lambda env, agent: env.solve(agent) if args.evaluate == "expert" else env.random_action(agent, rng)))
+        rng, calls = Random(f"{args.seed}/{args.evaluate}/{i}"), []
+        plays.append(play(env, choose))
+        if i < args.show:
+            show_title(f"play {i + 1}: {'success' if env.success() else 'failure'}, turns: {env.turn}")
+            for call, (_, reward) in zip(calls, plays[-1][0]):
+                show_call(*call, reward)
     n = len(plays)
     lines = [f"{args.evaluate} on {n} problems of {args.task}: success {sum(env.success() for _, env in plays) / n:.3f}, "
              f"turns {sum(env.turn for _, env in plays) / n:.2f}"]
@@ -436,8 +452,8 @@ def score(args: argparse.Namespace) -> None:
     checkpoint = newest_checkpoint(args.evaluate)
     try:
         step = load_checkpoint(checkpoint, policies)
-    except (OSError, ValueError, RuntimeError) as error:
-        fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({str(error).splitlines()[0]})")
+    except Exception as error:      # files can be damaged in any way
+        fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})")
     metrics = evaluate_all(args, policies, sets)
     numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
     print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: {numbers}")
@@ -445,7 +461,10 @@ def score(args: argparse.Namespace) -> None:
     if envs:
         samples, _ = parallel_rollout(envs, policies, 1, temperature=0.0)
         for e in range(len(envs)):
-            show_play(e, [s for s in samples if s.env == e])
+            calls = [s for s in samples if s.env == e]
+            show_title(f"play {e + 1}: {'success' if calls[0].outcome else 'failure'}, turns: {calls[0].turns}")
+            for s in calls:
+                show_call(s.turn, s.agent, s.prompt, s.completion.text, s)
         if METHODS[args.method].sampler == "tree":
             samples, _ = tree_rollout(envs, policies, args.branches, args.alpha)
             credit(samples, args.method, args.alpha, args.invalid_penalty)
@@ -526,21 +545,21 @@ def standardised(values: list[float]) -> float | None:
     return (values[-1] - mean) / std if std > 1e-8 else 0.0
 
 
-def show_play(number: int, samples: list) -> None:
-    """A whole play, call by call."""
-    first = samples[0]
-    title = f"play {number + 1}: {'success' if first.outcome else 'failure'}, turns: {first.turns}"
+def show_title(title: str) -> None:
     print(f"\n{'=' * 20} {title} {'=' * 20}")
-    for s in samples:
-        earned = f"team reward {s.team:g}, local {s.local:g}" + ", could not be parsed" * (not s.valid)
-        print(f"\n--- turn {s.turn}, {s.agent} is asked:\n{s.prompt}\n--- {s.agent} answers ({earned}):\n{s.completion.text}")
+
+
+def show_call(turn: int, agent: str, prompt: str, text: str, reward) -> None:
+    """One call of a play: the prompt, the answer, and what the env gives for it, a Reward or the same fields of a Sample."""
+    earned = f"team reward {reward.team:g}, local {reward.local:g}" + ", could not be parsed" * (not reward.valid)
+    print(f"\n--- turn {turn}, {agent} is asked:\n{prompt}\n--- {agent} answers ({earned}):\n{text}")
 
 
 def show_group(samples: list) -> None:
     """One group of the tree: K candidates of one prompt, and the one that walked on."""
     first = samples[0]
-    title = f"one group of the tree: {first.agent}, turn {first.turn}, K = {len(samples)}"
-    print(f"\n{'=' * 20} {title} {'=' * 20}\n\n--- all were asked:\n{first.prompt}")
+    show_title(f"one group of the tree: {first.agent}, turn {first.turn}, K = {len(samples)}")
+    print(f"\n--- all were asked:\n{first.prompt}")
     for s in samples:
         walked = "   <- walked on" * s.chosen
         print(f"\n--- reward {s.reward:g}, advantage {s.advantage:+.3f}{walked}\n{s.completion.text}")
@@ -572,6 +591,7 @@ def draw_curves(rows: list[dict], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    warnings.formatwarning = lambda message, *where: f"warning: {message}\n"        # one line, without a place in the code
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         run = baseline if args.evaluate in BASELINES else score if args.evaluate else train

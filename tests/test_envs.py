@@ -49,7 +49,7 @@ SAME = [("1,000", "1000"), ("1000.0", "1000"), ("27.0", "27"), (".5", "0.5"), ("
 DIFFERENT = [("50%", "0.5"), ("1 2", "12"), ("21/2", r"2\frac12"), ("(1,2)", "[1,2]"), ("(1,2)", "(2,1)"), ("1,2", "12"), ("3,5", "3,5,7"),
              (r"\frac{1}{2}x", r"\frac{1}{2x}"), (r"\frac{x}{y}z", r"\frac{x}{yz}"), (r"5\frac{1}{x}", "51/x"), (r"\frac{3}{4}5", r"\frac{3}{45}"),
              (r"\frac{1}{2}3", "1/23"), (r"\frac{1}{2}^2", "1/2^2"), (r"3\mathbf{i}", "3"), (r"2\mathrm{i}", "2"), (r"2+3\mathrm{i}", "2+3"),
-             (r"4\mathrm{e}", "4"), (r"4\text{ p.m.}", r"4\text{ a.m.}"), (r"5\text{ million}", "5"), ("2 dozen", "2"), (r"5\text{ cm}", r"5\text{ m}"),
+             (r"4\mathrm{e}", "4"), (r"4\text{ p.m.}", r"4\text{ a.m.}"), (r"5\text{ million}", "5"), ("2 dozen", "2"), ("5 trillion", "5"), ("5 hundredths", "5"), ("3 halves", "3"), ("101 base two", "101"), (r"5\text{ cm}^2", r"5\text{ cm}^3"), (r"5\text{ cm}", r"5\text{ m}"),
              ("50 cents", "50 dollars"), (r"5\text{ east}", r"5\text{ west}"), (r"3\text{ feet }5\text{ inches}", r"3\text{ feet }5\text{ meters}"),
              ("x = 1,000", "1,0"), ("9" * 1990 + "/" + "9" * 1990 + "x", "5"), ("0.333", "1/3"), ("1/0", "0"), ("nan", "0"), ("", "0"), (" ", "0"), ("x", "5"), ("5x", "5"), ("-5", "5"), ("2^3", "23"),
              ("²", "2"), ("٣", "3"), ("1e999", "1e998"), ("1_000", "1000"), ("0x10", "16"), ("__import__('os')", "0"), ("9**9**9", "1"),
@@ -78,6 +78,7 @@ def test_no_text_breaks_the_parsers_or_keeps_them_busy():
                               r"\text{", "$", "%", ".", "é", "\0", "\ud800", "<verify>", "approve", "</verify>", "####", "&", "(", ","]
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(1500)]
     texts += [r"\boxed{" + "9" * 1900 + middle + "9" * 1900 + "x}" for middle in ("/", ".", ",", " ", "")]
+    texts += [r"\boxed{1 " + "a" * 980 + "!}", r"\boxed{1\text{" + "a " * 450 + "}!}"]
     texts += [piece * (100_000 // len(piece)) for piece in pieces] + [r"\boxed{" + p * (3000 // len(p)) + "}" for p in pieces]
     slowest = 0.0
     for text in texts:
@@ -174,6 +175,8 @@ def test_the_last_python_block_counts():
     assert python_block("```python\nprint(1)\n``` then ```\nprint(2)\n```") == "print(2)\n"
     assert python_block("```json\n{}\n```") is None and python_block("```python\nprint(1)") is None and python_block("print(1)") is None
     assert python_block("```Python \nprint(1)\n```") == "print(1)\n"
+    assert python_block("x ``` y\n```python\nprint(2)\n```") == python_block("```python\nprint(1)\n```python\nprint(2)\n```") == "print(2)\n"
+    assert python_block("```bash\nls\n```\ntext\n```\nprint(2)\n```") == "print(2)\n"
 
 
 # -- the math teams ---------------------------------------------------------------------------------------------------

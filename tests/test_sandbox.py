@@ -101,7 +101,7 @@ def test_programs_that_fail(wall, program, built, error):
 
 
 @pytest.mark.parametrize("program, error", [
-    ("print('\0')", "NUL"), ("print('\ud800')", "unicode"), ("#" * 30_000, "more than 20000")])
+    ("print('\0')", "NUL"), ("print('\ud800')", "unicode"), ("#" * 100_001, "more than 100000"), (("print(1)", "\0"), "NUL")])
 def test_texts_that_are_no_program(program, error):
     outcome = run_program(program)
     assert outcome == Outcome(False, False, "", outcome.error) and error in outcome.error
@@ -163,8 +163,29 @@ def test_equal_programs_with_equal_input_run_once(monkeypatch):
     envs.walls()
     ran, real = [], envs.run_behind
     monkeypatch.setattr(envs, "run_behind", lambda *args: ran.append(args) or real(*args))
-    first, again, other = run_program(program, "a"), run_program(program, "a"), run_program(program, "b")
-    assert first == again and first.ok and other.stdout[:9] != first.stdout[:9] and len(ran) == 2
+    first, *again, other = run_programs([(program, "a")] * 5 + [(program, "b")])
+    assert again == [first] * 4 and first.ok and other.stdout[:9] != first.stdout[:9] and len(ran) == 2
+
+
+def test_texts_that_run_one_after_the_other_share_their_names_and_see_no_later_text(wall):
+    assert run_behind(wall, ("x = 1", "x += 1", "print(x)")).stdout == "2\n"
+    assert run_behind(wall, ("print(1)", "1 +", "print(2)")) == (False, False, "", "SyntaxError: invalid syntax (program.py, line 1)")
+    spy = "import sys; print([c for c in sys._getframe().f_code.co_consts if isinstance(c, str)], [k for k in globals() if 'code' in k])"
+    assert "secret" not in run_behind(wall, (spy, "'secret' and print('reached')")).stdout
+
+
+@pytest.mark.skipif(not LINUX, reason="ps of Linux")
+def test_a_program_ends_by_itself_when_the_trainer_is_killed(wall, tmp_path, monkeypatch):
+    """Its own clock, here of 3 s, needs nobody who watches."""
+    monkeypatch.setattr(envs, "RUNNER", envs.RUNNER.replace(f"alarm({envs.WALL_SECONDS + 2})", "alarm(3)"))
+    mark = f"mark{os.getpid()}"
+    thread = threading.Thread(target=lambda: run_behind(wall, f"import time; '{mark}'; time.sleep(1000)"))
+    with monkeypatch.context() as patch:
+        patch.setattr(envs, "WALL_SECONDS", 1000)
+        thread.start()
+        assert soon(lambda: processes(mark))
+        thread.join(6)
+    assert not thread.is_alive() and not processes(mark)
 
 
 # -- what it cannot reach ---------------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 import copy
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -146,7 +149,7 @@ CORRIDOR = "##### #---# #@$-# #--.# #####"      # right, then around to push the
 
 
 @pytest.mark.parametrize("text, team, local", [
-    ("#### [R, U, R, D]", 1, 1), ("#### [R]", 0, 1), ("#### [R, R]", 0, .9), ("#### [L]", 0, .9), ("#### []", 0, .9), ("none", 0, 0),
+    ("#### [R, U, R, D]", 1, 1), ("#### [R]", 0, 1), ("#### [R, R]", 0, .9), ("#### [L]", 0, .9), ("#### []", 0, .1), ("none", 0, 0),
     ("#### [D, R, U]", 0, .2)])
 def test_what_a_sokoban_planner_earns(text, team, local):
     """.1 a list + .1 every move possible + .8 the level can still be solved: [D, R, U] pushes the box to the top, for ever."""
@@ -254,7 +257,7 @@ def code(problem=DOUBLE, **settings):
 
 @pytest.mark.parametrize("text, share, local, valid", [
     (RIGHT, 1, 1, True), (TWO_MORE, 0, .2, True), ("```python\nprint(max(int(input()) * 2, 0))\n```", .75, .8, True), (CRASHES, 0, .1, True),
-    ("```python\nprint(\n```", 0, 0, False), ("print(2)", 0, 0, False)])
+    ("```python\nassert 0\n```", 0, .1, True), ("```python\nprint(\n```", 0, 0, False), ("print(2)", 0, 0, False)])
 def test_what_a_coder_earns(text, share, local, valid):
     """.1 builds + .1 runs + .8 the share of the four hidden tests that pass; team the same share."""
     reward = code().step("coder", text)
@@ -271,7 +274,8 @@ def test_a_tester_is_paid_for_its_test_whatever_the_code(coder, test, local, val
 
 
 @pytest.mark.parametrize("coder, test, over, success", [
-    (RIGHT, test_block(7, 14), True, True), (RIGHT, test_block(7, 9), False, True), (TWO_MORE, test_block(7, 9), True, False), (RIGHT, "", False, True)])
+    (RIGHT, test_block(7, 14), True, True), (RIGHT, test_block(7, 9), False, True), (TWO_MORE, test_block(7, 9), True, False), (RIGHT, "", False, True),
+    ("no code", "**Test Input:** **Test Output:**", False, False)])
 def test_the_code_play_ends_when_code_and_test_agree(coder, test, over, success):
     env = code()
     assert env.acting() == ("coder", "tester")
@@ -297,7 +301,8 @@ EVEN = CodeProblem('def even(n):\n    """Is n even?"""\n', "    return n % 2 == 
 @pytest.mark.parametrize("text, passes", [
     ("def even(n):\n    return n % 2 == 0", True), ("    return n % 2 == 0", True), ("def even(n): return True", False), ("exit(0)", False),
     ("import os; os._exit(0)", False), ("import sys\ntry:\n    even(2)\nfinally:\n    print('passed'); sys.exit(0)", False),
-    ("def check(candidate): pass", False), ("print('ok')", False)])
+    ("def check(candidate): pass", False), ("print('ok')", False), ("from __future__ import annotations\ndef even(n): return n % 2 == 0", True),
+    ("import sys, os\nprint([c for c in sys._getframe().f_code.co_consts if isinstance(c, str)][-1], flush=True)\nos._exit(0)", False)])
 def test_a_function_passes_only_if_the_asserts_behind_it_are_reached(text, passes):
     ((passed, _),) = run_tests(EVEN, [(text, test) for test in EVEN.tests])
     assert passed == passes
@@ -305,7 +310,7 @@ def test_a_function_passes_only_if_the_asserts_behind_it_are_reached(text, passe
 
 @pytest.mark.parametrize("line, local", [
     ("assert even(4) == True", 1), ("assert even(n=4) is True, 'why'", 1), ("assert even(3) == True", .2), ("assert even(4)", 0), ("assert even(4) or True", 0),
-    ("assert even(4) == even(4)", 0), ("assert odd(4) == True", 0), ("assert True", 0), ("assert even(4) == True\nassert even(6) == True", 0), ("import os", 0), ("assert (", 0)])
+    ("assert even(4) == even(4)", 0), ("assert odd(4) == True", 0), ("assert True", 0), ("assert even(4) == 99, print()", 0), ("assert even(4) == True\nassert even(6) == True", 0), ("import os", 0), ("assert (", 0)])
 def test_for_a_function_the_tester_writes_one_assert_that_says_what_is_right(line, local):
     env = code(EVEN)
     env.step("coder", "```python\ndef even(n): return n % 2 == 0\n```")
@@ -331,7 +336,8 @@ def test_programming_problems_in_the_shapes_that_people_have(tmp_path):
     assert [p.function for p in problems] == ["", "", "even"]
     assert all(run_tests(p, [(p.solution, p.tests[0])])[0][0] for p in problems)
     for broken, says in (({"problem": "x"}, 'needed are "tests"'), (rows[0] | {"tests": [1]}, 'needed are "tests"'), (rows[2] | {"test": ""}, "needed with entry_point"), (rows[0] | {"problem": ""}, "no question"),
-                         (rows[0] | {"tests": {"inputs": 5, "outputs": [1]}}, 'needed are "tests"'), (rows[2] | {"test": "def check("}, "its test, with check\\(even\\)"), (rows[2] | {"entry_point": "f("}, "its test")):
+                         (rows[0] | {"tests": {"inputs": 5, "outputs": [1]}}, "inputs and outputs are lists"),
+                         (rows[0] | {"tests": {"inputs": [1, 2], "outputs": [1]}}, "inputs and outputs are lists"), (rows[0] | {"tests": {"inputs": [1], "outputs": [1], "fn_name": "f"}}, "inputs and outputs are lists"), (rows[0] | {"solution": " "}, 'needed are "tests"'), (rows[2] | {"test": "def check("}, "its test, with check\\(even\\)"), (rows[2] | {"entry_point": "f("}, "its test")):
         (tmp_path / "b.jsonl").write_text(json.dumps(broken))
         with pytest.raises(ValueError, match=f"b.jsonl, line 1: {says}"):
             load_code_problems(tmp_path / "b.jsonl")
@@ -358,6 +364,17 @@ def test_bm25_by_hand():
     where, scores = index.scores["red"]
     assert where.tolist() == [0, 2] and np.allclose(scores, [first, third])
     assert index.search("RED!") == [2, 0] and index.search("nothing here") == [] and index.search("car", k=1) == [0] and index.search("") == []
+
+
+def test_of_equals_the_first_is_found_in_every_process():
+    """A set of words has another order in each process, and sums of floats differ with the order."""
+    assert BM25([Passage("", "same words here")] * 500).search("same words") == [0, 1, 2]
+    script = ("from random import Random; from envs import generate_search_problem\n"
+              "for seed in range(40):\n    problem, index = generate_search_problem(Random(seed), 'train')\n"
+              "    print(index.search(' '.join([problem.question, *problem.queries])))")
+    found = {subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+                            env={"PYTHONHASHSEED": seed}).stdout for seed in ("0", "1", "2")}
+    assert len(found) == 1 and len(found.pop().splitlines()) == 40
 
 
 def test_a_hundred_thousand_passages_are_searched_in_fifty_milliseconds():
@@ -434,16 +451,23 @@ def test_an_answer_of_nothing_but_articles_or_points_is_itself():
 
 def test_questions_and_passages_from_files(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"title": "Ann", "text": "Boss: Ben."}\n{"title": "Ben", "text": "Rome."}')
-    (tmp_path / "q.jsonl").write_text('{"question": "Where?", "answer": "Rome", "supporting_titles": ["Ben", "Lost"]}\n{"question": "Who?", "answer": ["Ben", "B."], "supporting_titles": 5}')
+    (tmp_path / "q.jsonl").write_text('{"question": "Where?", "answer": "Rome", "supporting_titles": ["Ben", "Lost"]}\n{"question": "Who?", "answer": ["Ben", "B."], "supporting_titles": []}')
     env = Search(corpus=load_corpus(tmp_path / "corpus.jsonl"))
-    there, who = env.load(tmp_path / "q.jsonl")
+    with pytest.warns(UserWarning, match="1 supporting titles are not in the corpus"):
+        there, who = env.load(tmp_path / "q.jsonl")
     assert there.support == (1, -1) and who.support == () and who.answers == ("Ben", "B.")
     env = started(Search(problems=[who], corpus=env.corpus))
     assert not env.complete()
-    env.history = [("boss", env.index.search("boss"))]
+    env.step("verifier", "<verify>no</verify>")
+    assert env.step("search", "<search>boss</search>").local == 1
     assert env.complete()                                   # no titles are named: a found passage holds the answer
     with pytest.raises(ValueError, match="give --corpus FILE"):
         Search().load(tmp_path / "q.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"question": "Who?", "answer": "Ben", "supporting_titles": "Ben"}')
+    with pytest.raises(ValueError, match="bad.jsonl, line 1: supporting_titles is a list of titles, not str"):
+        env.load(tmp_path / "bad.jsonl")
+    with pytest.raises(ValueError, match="questions need passages"):
+        Search(problems=[who])
     (tmp_path / "bad.jsonl").write_text('{"title": "Ann"}')
     with pytest.raises(ValueError, match='bad.jsonl, line 1: no "text"; found title'):
         load_corpus(tmp_path / "bad.jsonl")
@@ -468,6 +492,8 @@ def test_helpers_work_at_once_and_the_judge_has_the_last_word():
 def test_an_ensemble_comes_from_its_numbers():
     assert TASKS["math"](reasoners=1, tools=3).agents == ("reasoner1", "tool1", "tool2", "tool3", "judge")
     assert TASKS["math"]().agents == ("reasoner", "tool")
+    with pytest.raises(ValueError, match="--turns 3: this team has one turn"):
+        TASKS["math"](reasoners=2, turns=3)
     with pytest.raises(ValueError, match="no single agent"):
         TASKS["math"](reasoners=2, single_agent=True)
     rewards, env = play(started(TASKS["math"](reasoners=2)), lambda env, agent: env.solve(agent))

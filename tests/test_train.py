@@ -46,6 +46,7 @@ def files(tmp_path):
 
 BAD = [
     ("--task chess", "argument --task: invalid choice: 'chess' (choose from"), ("--method ppo", "argument --method: invalid choice: 'ppo' (choose from"),
+    ("--task search --corpus {}/good.jsonl", "--corpus holds the passages of --data or --eval-data"), ("--evaluate Expert", "allowed are expert, random, and runs that are there"),
     ("--evaluate random --eval-n 0", "evaluates nothing; give --eval-n N"),
     ("--branches 1", "'1' is not a whole number of at least 2"), ("--turns 0", "'0' is not a whole number of at least 1"),
     ("--steps -3", "'-3' is not a whole number of at least 0"), ("--envs many", "'many' is not a whole number of at least 1"),
@@ -64,11 +65,12 @@ BAD = [
     ("--out {}/file/run", "cannot be written"), ("--out {}/run", "there is a run in it already"), ("--out /proc/run", "cannot be written"),
     ("--evaluate {}/nothing", "no such folder"), ("--evaluate {}/folder", "config.json is missing or damaged"), ("--evaluate {}/broken", "missing or damaged"),
     ("--evaluate {}/started", "no checkpoint in it"), ("--evaluate {}/list", "missing or damaged"), ("--evaluate {}/started --eval-n 0", "give --eval-n N"),
-    ("--evaluate {}/all-data --eval-n 3", "trained on all of its --data"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate RUN"),
-    ("--task math --size 5", "--size is no setting of --task math"), ("--task sudoku --size 5", "a sudoku has 4 or 9 rows"), ("--task sokoban --size 4", "5 to 10 rows"),
+    ("--evaluate {}/all-data --eval-n 3", "trained on all of its --data"), ("--evaluate {}/started --seed 2", "--seed 2 contradicts the run, which has 1"), ("--show 3", "give --evaluate too"),
+    ("--task math --size 5", "--size is no setting of --task math"), ("--task sudoku --size 5", "a sudoku has 4 or 9 rows"), ("--task sokoban --size 4", "5 to 10 rows"), ("--task sokoban --size 9 --boxes 3", "with 3 boxes at most 8"),
+    ("--single-agent --turns 3", "--turns 3: this team has one turn"), ("--reasoners 2 --turns 2", "--turns 2: this team has one turn"),
     ("--task sokoban --boxes 9", "'9' is not a whole number from 1 to 3"), ("--corpus x.jsonl", "--corpus is for --task search"), ("--reasoners 2 --single-agent", "no single agent"),
     ("--task plan-path --model {0}/model --data {0}/good.jsonl", "reads none from files"), ("--task search --evaluate expert --eval-data {0}/good.jsonl", "give --corpus FILE"),
-    ("--task search --evaluate expert --corpus {0}/good.jsonl", 'good.jsonl, line 1: no "text"'), ("--task code --evaluate expert --eval-data {0}/good.jsonl", 'needed are "tests"')]
+    ("--task search --evaluate expert --corpus {0}/good.jsonl --eval-data {0}/good.jsonl", 'good.jsonl, line 1: no "text"'), ("--task code --evaluate expert --eval-data {0}/good.jsonl", 'needed are "tests"')]
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[flags for flags, _ in BAD])
@@ -95,8 +97,9 @@ def test_a_model_that_transformers_cannot_load_is_one_line(files, capsys):
     with pytest.raises(SystemExit) as end:
         train.main(f"--model {files}/model --steps 1 --out {files}/new".split())
     message = capsys.readouterr().err
-    assert end.value.code == 2 and message.startswith(f"train.py: --model {files}/model on cpu: ") and message.count("\n") == 1
-    train.parse(f"--model {files}/model --steps 1 --out {files}/new".split())      # no run has begun: the folder is still free
+    assert end.value.code == 2 and message.startswith(f"train.py: --model {files}/model on cpu cannot be set up: ") and message.count("\n") == 1
+    assert not list((files / "new").iterdir())      # no run has begun: the folder is still free, and not offered as one
+    train.parse(f"--model {files}/model --steps 1 --out {files}/new".split())
 
 
 def test_flags_name_every_method_and_task():
@@ -214,6 +217,11 @@ def test_evaluate_scores_a_finished_run_and_shows_plays(small, capsys):
     group = printed[printed.index("one group of the tree"):]
     assert group.count("advantage") == 2 and group.count("walked on") == 1 and "K = 2" in group
 
+    (small / run / "checkpoints/step-000002/tool/adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(SystemExit) as end:
+        train.main(["--evaluate", run])
+    assert end.value.code == 2 and "step-000002 cannot be read (" in capsys.readouterr().err
+
 
 def test_a_second_run_does_not_touch_the_first(small, capsys):
     train.main("--task math-verify --method grpo --steps 0 --eval-n 2 --max-new-tokens 8".split())
@@ -282,6 +290,13 @@ def test_expert_and_random_play_a_task_without_torch():
     chance = played("--task", "sudoku", "--evaluate", "random", "--eval-n", "5", "--turns", "2")
     assert chance.startswith("random on 5 problems of sudoku: success 0.000, turns 2.00\n") and "reasoner: 2.00 calls" in chance
     assert chance == played("--task", "sudoku", "--evaluate", "random", "--eval-n", "5", "--turns", "2")
+
+
+def test_the_expert_plays_every_row_of_a_file_and_is_shown(files, capsys):
+    train.main(f"--evaluate expert --data {files}/good.jsonl --show 2".split())
+    printed = capsys.readouterr().out
+    assert "expert on 30 problems of math: success 1.000" in printed and printed.count("= play ") == 2
+    assert printed.count("reasoner is asked:\nWhat is ") == 2 and printed.count("tool answers (team reward 1, local 1)") == 2
 
 
 @pytest.mark.parametrize("task, settings", [("plan-path", {"turns": 2, "size": 4}), ("code", {"turns": 2, "steps": 10}), ("search", {"invalid_penalty": 0.01}),
