@@ -921,7 +921,8 @@ class Game(Env):
 
     In each turn the tool agent writes a ```python block that prints an answer, a list. It moves nothing: its answer is
     scored on a copy, team reward 0. The decider sees the program, its output and the answer in it, and ends with
-    `#### list`; this is executed. The play ends when the game is won, or after `turns`. Local rewards, with `gain` and `insight` as each game says:
+    `#### list`; this is executed. The play ends when the game is won, or after `turns`. Local rewards, with `gain` and
+    `insight` as each game says:
         tool     .1 the program builds + .1 it runs and prints an answer + .8 gain of this answer
         decider  .1 an answer can be read + .1 it is legal + .8 insight; team: `team_reward`
     A game also says: `deal` a start, `picture` the state, `read` an answer, and `apply` it.
@@ -1396,10 +1397,9 @@ def _code_problem(row: dict, where: str) -> CodeProblem:
             raise ValueError(f"{where}: its test, with check({row['entry_point']}) behind it, is not Python") from None
         return CodeProblem(row["prompt"], row["canonical_solution"], ((asserts, ""),), row["entry_point"])
 
-    def unpacked(value):
-        return _json(value, where) if isinstance(value, str) and value.strip()[:1] in ("[", "{") else value
-
-    tests = unpacked(row.get("tests") or row.get("input_output"))
+    tests = row.get("tests") or row.get("input_output")
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        tests = _json(tests, where)
     if isinstance(tests, dict):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or tests.get("fn_name"):
@@ -1665,13 +1665,16 @@ class Search(Env):
         self.turn, self.history, self.said, self.answer = 0, [], "", None       # history: (query, passages found)
         self.queue = [self.agents[0]]
 
-    def complete(self) -> bool:
-        """Are all needed passages found? Where a file does not name them: does one that was found hold the answer?"""
-        found = {i for _, hits in self.history for i in hits}
+    def found(self) -> int:
+        """How many of the needed passages are found; where a file does not name them, 1 if one that is found holds the answer."""
+        seen = {i for _, hits in self.history for i in hits}
         if self.problem.support:
-            return found.issuperset(self.problem.support)
-        texts = [normal_text(self.index.passages[i].text) for i in found]
-        return any(f" {normal_text(a)} " in f" {text} " for a in self.problem.answers for text in texts)
+            return len(seen.intersection(self.problem.support))
+        texts = [normal_text(self.index.passages[i].text) for i in seen]
+        return int(any(f" {normal_text(a)} " in f" {text} " for a in self.problem.answers for text in texts))
+
+    def complete(self) -> bool:
+        return self.found() == max(1, len(set(self.problem.support)))
 
     def observe(self, agent: str) -> str:
         question, passages = self.problem.question, self.index.passages
@@ -1709,11 +1712,6 @@ class Search(Env):
         if not self.answer and not last:
             self.queue = [self.agents[0]]
         return Reward(float(self.success()), float(self.found() > before), bool(self.answer or query))
-
-    def found(self) -> int:
-        """How many of the needed passages are found; where a file does not name them, is the answer?"""
-        found = {i for _, hits in self.history for i in hits}.intersection(self.problem.support)
-        return len(found) if self.problem.support else int(self.complete())
 
     def success(self) -> bool:
         return self.answer is not None and normal_text(self.answer) in map(normal_text, self.problem.answers)

@@ -127,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ValueError("--show prints plays of a finished run, of the expert or at random; give --evaluate too")
         elif args.evaluate and not args.eval_n:
             raise ValueError(f"--evaluate {args.evaluate} --eval-n 0 evaluates nothing; give --eval-n N")
-        baseline, tiny = args.evaluate in BASELINES, args.model == "tiny" and args.evaluate not in BASELINES
+        baseline, tiny = args.evaluate in BASELINES, plays_tiny(args)
         if tiny and (args.data or args.eval_data):
             raise ValueError("--data and --eval-data need a real model, given with --model: the tiny one knows only the "
                              "words of generated problems")
@@ -158,14 +158,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def plays_tiny(args: argparse.Namespace) -> bool:
+    return args.model == "tiny" and args.evaluate not in BASELINES
+
+
 def make_env(args: argparse.Namespace, split: str, problems: list | None = None):
     """An env of the task, with the settings that were given. Raises ValueError for one that the task does not have."""
     settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     settings |= {"problems": problems} if problems else {}
     settings |= {"corpus": args.passages} if args.passages else {}
     try:
-        terse = args.model == "tiny" and args.evaluate not in BASELINES
-        return TASKS[args.task](**settings, single_agent=args.single_agent, terse=terse, split=split)
+        return TASKS[args.task](**settings, single_agent=args.single_agent, terse=plays_tiny(args), split=split)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if not unknown:
@@ -317,6 +320,10 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def build_policies(args: argparse.Namespace) -> dict:
     """Load or make the model, put the adapters on it, and say in one line what there is."""
     import torch
@@ -340,8 +347,7 @@ def build_policies(args: argparse.Namespace) -> dict:
                                  seed=args.seed, lr=args.lr, max_new_tokens=args.max_new_tokens,
                                  temperature=args.temperature, batch_tokens=args.batch_tokens)
     except Exception as error:      # a model's files can be wrong in any way; what matters is the first line of it
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        fail(f"--model {args.model} on {device} cannot be set up: {reason}")
+        fail(f"--model {args.model} on {device} cannot be set up: {first_line(error)}")
     adapters = distinct(policies)
     trained = sum(p.numel() for policy in adapters for p in policy.parameters)
     frozen = sum(p.numel() for p in adapters[0].model.parameters()) - trained
@@ -373,7 +379,7 @@ def baseline(args: argparse.Namespace) -> None:
         rng, calls = Random(f"{args.seed}/{args.evaluate}/{i}"), []
         plays.append(play(env, choose))
         if i < args.show:
-            show_title(f"play {i + 1}: {'success' if env.success() else 'failure'}, turns: {env.turn}")
+            show_play(i, env.success(), env.turn)
             for call, (_, reward) in zip(calls, plays[-1][0]):
                 show_call(*call, reward)
     n = len(plays)
@@ -453,7 +459,7 @@ def score(args: argparse.Namespace) -> None:
     try:
         step = load_checkpoint(checkpoint, policies)
     except Exception as error:      # files can be damaged in any way
-        fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})")
+        fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({first_line(error)})")
     metrics = evaluate_all(args, policies, sets)
     numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
     print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: {numbers}")
@@ -462,7 +468,7 @@ def score(args: argparse.Namespace) -> None:
         samples, _ = parallel_rollout(envs, policies, 1, temperature=0.0)
         for e in range(len(envs)):
             calls = [s for s in samples if s.env == e]
-            show_title(f"play {e + 1}: {'success' if calls[0].outcome else 'failure'}, turns: {calls[0].turns}")
+            show_play(e, calls[0].outcome, calls[0].turns)
             for s in calls:
                 show_call(s.turn, s.agent, s.prompt, s.completion.text, s)
         if METHODS[args.method].sampler == "tree":
@@ -547,6 +553,10 @@ def standardised(values: list[float]) -> float | None:
 
 def show_title(title: str) -> None:
     print(f"\n{'=' * 20} {title} {'=' * 20}")
+
+
+def show_play(number: int, success: float, turns: int) -> None:
+    show_title(f"play {number + 1}: {'success' if success else 'failure'}, turns: {turns}")
 
 
 def show_call(turn: int, agent: str, prompt: str, text: str, reward) -> None:
