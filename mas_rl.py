@@ -24,18 +24,23 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast, StoppingCriteriaList)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, LlamaConfig,
+                          LlamaForCausalLM, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from algorithms import (METHODS, Method, Pool, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward,
                         pass_at_k, policy_loss)
@@ -77,8 +82,90 @@ class Sample:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. A policy: one adapter of a model, with its own optimizer
+# 2. Several processes, several devices. Started by torchrun, each process plays its share of the envs and all make the
+#    same update; started without, one process is the whole world and these functions change nothing.
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def world() -> tuple[int, int]:
+    """Which process this is, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def summed(values: Tensor, op: str = "SUM") -> Tensor:
+    """The sum (or the MAX) over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values, getattr(dist.ReduceOp, op))
+    return values
+
+
+def gathered(items: list) -> list:
+    """The lists of all processes, one after the other."""
+    if not dist.is_initialized():
+        return items
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return [item for items in lists for item in items]
+
+
+def side_by_side(work: Callable, items: Sequence, device: Callable[[object], object]) -> list:
+    """[work(item) for item in items]: in turn on one device, at the same time on several."""
+    queues = list(grouped(range(len(items)), lambda i: str(device(items[i]))).values())
+    if len(queues) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(len(queues)) as pool:
+        done = list(pool.map(lambda queue: [(i, work(items[i])) for i in queue], queues))
+    return [result for _, result in sorted((pair for pairs in done for pair in pairs), key=lambda pair: pair[0])]
+
+
+def grouped(items: Iterable, key: Callable) -> dict[Hashable, list]:
+    """Items by their key, in order of first appearance."""
+    groups: dict[Hashable, list] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. A policy: one adapter of a model, with its own optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log p(a) = z_a / τ - log Σ exp(z / τ)  for tokens a, logits z and temperature τ:  (B, T, V), (B, T) -> (B, T).
+
+    In float32, some positions at a time: of the size of the logits there are only they and, later, their gradient
+
+        ∂ log p(a) / ∂z = (1[a] - softmax(z / τ)) / τ
+
+    where the same in one line, logits.float().log_softmax(2).gather(...), would hold three or four such tensors.
+    """
+
+    POSITIONS = 512         # of all rows together
+
+    @staticmethod
+    def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """(B, T, ...) cut along T."""
+        return zip(*(x.split(max(1, TokenLogprobs.POSITIONS // len(x)), dim=1) for x in tensors))
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        logp = torch.empty(tokens.shape, device=logits.device)                                          # (B, T)
+        for z, a, out in TokenLogprobs.pieces(logits, tokens, logp):
+            z = z.float() / temperature                                                                 # (B, some, V)
+            out.copy_(z.gather(2, a[:, :, None]).squeeze(2) - z.logsumexp(2))
+        return logp
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens = ctx.saved_tensors
+        result = torch.empty_like(logits)                                                               # (B, T, V)
+        for z, a, g, out in TokenLogprobs.pieces(logits, tokens, gradient / ctx.temperature, result):
+            g = g[:, :, None]                                                                           # (B, some, 1)
+            out.copy_((z.float() / ctx.temperature).softmax(2).mul_(-g).scatter_add_(2, a[:, :, None], g))
+        return result, None, None
 
 
 class Policy:
@@ -87,16 +174,17 @@ class Policy:
     model: a PeftModel with an adapter of this name; several policies may share it. temperature: of sampling, and so of
     the scored distribution too. stop: texts at which a completion ends. batch_tokens: the most tokens, padding included,
     of one forward and backward pass; sampling, which keeps no activations, takes SAMPLING_BATCH times as many at once.
+    checkpointing: keep only the layers' inputs in the forward pass of an update, and compute the rest a second time.
     """
 
     SAMPLING_BATCH = 8
     nothing = dict.fromkeys(("grad_norm", "kl", "clip", "entropy", "ratio_max"))        # what an update measures
 
     def __init__(self, model, tokenizer, adapter: str, lr: float = 1e-5, max_new_tokens: int = 256,
-                 temperature: float = 1.0, stop: Sequence[str] = (), batch_tokens: int = 4096):
+                 temperature: float = 1.0, stop: Sequence[str] = (), batch_tokens: int = 4096, checkpointing: bool = False):
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
         self.max_new_tokens, self.temperature, self.stop = max_new_tokens, temperature, tuple(stop)
-        self.batch_tokens = batch_tokens
+        self.batch_tokens, self.checkpointing = batch_tokens, checkpointing
         self.context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         if max_new_tokens >= self.context:
             raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for a prompt in a context of {self.context}")
@@ -106,6 +194,14 @@ class Policy:
         own = re.compile(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)")
         self.parameters = [p for name, p in model.named_parameters() if own.search(name)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
+        if checkpointing:
+            base = model.get_base_model()
+            enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     def activate(self) -> None:
         """Switch the shared base to this adapter. Always eval mode: dropout would make scoring differ from sampling."""
@@ -129,39 +225,74 @@ class Policy:
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None,
-                 top_p: float = 1.0) -> list[list[Completion]]:
-        """Sample n completions of each prompt; temperature None: the policy's own, 0: greedy."""
-        self.activate()
-        temperature = self.temperature if temperature is None else temperature
-        ids = [self.prompt_ids(prompt) for prompt in prompts]
-        rows = [x for x in ids for _ in range(n)]                                       # n copies of each prompt
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0,
+                 policies: "Sequence[Policy] | None" = None) -> list[list[Completion]]:
+        """Sample n completions of each prompt; temperature None: the policy's own, 0: greedy.
+
+        policies: who answers each prompt, if not all are this one's; they share its base model."""
+        policies = policies or [self] * len(prompts)
+        rows = [row for policy, prompt in zip(policies, prompts) for row in [(policy, policy.prompt_ids(prompt))] * n]
+        sizes = [(len(ids), policy.max_new_tokens) for policy, ids in rows]
         completions: dict[int, Completion] = {}
-        sizes = [(len(row), self.max_new_tokens) for row in rows]
-        for batch in self._batches(sizes, self.SAMPLING_BATCH * self.batch_tokens):
+        for batch in self._batches(sizes, self.SAMPLING_BATCH * self.batch_tokens, self.context):
             completions |= zip(batch, self._sample([rows[i] for i in batch], temperature, top_p))
-        return [[completions[i * n + k] for k in range(n)] for i in range(len(ids))]
+        return [[completions[i * n + k] for k in range(n)] for i in range(len(prompts))]
 
-    def _sample(self, prompts: list[list[int]], temperature: float, top_p: float) -> list[Completion]:
-        """One call of Hugging Face's generate for a batch of prompts, padded on the left."""
+    def _sample(self, rows: "list[tuple[Policy, list[int]]]", temperature: float | None, top_p: float) -> list[Completion]:
+        """One call of Hugging Face's generate for (policy, prompt) rows, padded on the left."""
+        policies, prompts = zip(*rows)
         input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
+        start = input_ids.shape[1]
         # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
-        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=0) if temperature else dict(do_sample=False)
-        if self.stop:
-            how["stopping_criteria"] = StoppingCriteriaList([self._ended(input_ids.shape[1])])
-        out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=self.max_new_tokens,
-                                  repetition_penalty=1.0, **how)                        # (B, P+T)
-        return [self._completion(prompt, row) for prompt, row in zip(prompts, out[:, input_ids.shape[1]:].tolist())]
+        how = dict(do_sample=temperature != 0, max_new_tokens=max(p.max_new_tokens for p in policies), repetition_penalty=1.0)
+        if temperature != 0:
+            hot = torch.tensor([[temperature or p.temperature] for p in policies], device=self.device)  # (B, 1)
+            how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=LogitsProcessorList([lambda ids, scores: scores / hot]))
+        if any(p.stop or p.max_new_tokens < how["max_new_tokens"] for p in policies):
+            how["stopping_criteria"] = StoppingCriteriaList([lambda ids, scores: self._ended(policies, ids[:, start:])])
+        with self._adapters(policies) as adapters:
+            if len({(id(p), tuple(ids)) for p, ids in rows}) < len(rows) and start > 1 and self.shares_prompts:
+                how |= self._prefilled(rows)
+            out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **how, **adapters)    # (B, P+T)
+        return [policy._completion(prompt, row) for policy, prompt, row in zip(policies, prompts, out[:, start:].tolist())]
 
-    def _ended(self, start: int) -> Callable[..., Tensor]:
-        """For generate: which rows hold a stop string behind the prompt. Its own stop_strings fails on some tokenizers."""
-        def ended(ids: Tensor, scores: Tensor) -> Tensor:
-            texts = [self._text(row[start:]) for row in ids.tolist()]
-            return torch.tensor([any(stop in text for stop in self.stop) for text in texts], device=ids.device)
-        return ended
+    def _prefilled(self, rows: "list[tuple[Policy, list[int]]]") -> dict[str, DynamicCache]:
+        """The attention cache of all prompts without their last token, each different prompt computed once."""
+        distinct = {(id(policy), tuple(ids)): (policy, ids) for policy, ids in rows}
+        place = {key: i for i, key in enumerate(distinct)}
+        policies, prompts = zip(*distinct.values())
+        ids, mask = (x[:, :-1] for x in self._pad(prompts, left=True))                  # (D, P-1), (D, P-1)
+        cache = DynamicCache(config=self.model.config)
+        named = {"cache" if "cache" in self.forward_arguments else "past_key_values": cache}
+        with self._adapters(policies) as adapters:
+            self._logits(ids, mask, keep=1, use_cache=True, **named, **adapters)        # fills the cache
+        cache.batch_select_indices(torch.tensor([place[id(policy), tuple(x)] for policy, x in rows], device=self.device))
+        return named
+
+    @contextmanager
+    def _adapters(self, policies: "Sequence[Policy]") -> Iterator[dict]:
+        """One adapter is switched on; of several, each row names its own. Restored even on an error."""
+        policies[0].activate()
+        names = [policy.adapter for policy in policies]
+        try:
+            yield {"adapter_names": names} if len(set(names)) > 1 else {}
+        except BaseException:           # peft leaves its hooks on, and every later pass would still mix the adapters
+            for module in self.model.modules():
+                if isinstance(module, LoraLayer):
+                    module._forward_pre_hooks.clear()
+                    module._forward_pre_hooks_with_kwargs.clear()
+            raise
+
+    def _ended(self, policies: "Sequence[Policy]", new: Tensor) -> Tensor:
+        """Which rows have reached their own limit or hold a stop string. generate's own stop_strings fails on some tokenizers."""
+        def ended(policy: Policy, ids: list[int]) -> bool:
+            text = policy._text(ids) if policy.stop else ""
+            return len(ids) >= policy.max_new_tokens or any(stop in text for stop in policy.stop)
+        return torch.tensor([ended(policy, ids) for policy, ids in zip(policies, new.tolist())], device=new.device)     # (B,)
 
     def _completion(self, prompt_ids: list[int], row: list[int]) -> Completion:
         """Cut a row after its first stop token; by position, as the padding behind it may be the same token."""
+        row = row[:self.max_new_tokens]
         end = next((i + 1 for i, token in enumerate(row) if token in self.eos_ids), None)
         ids = row[:end]
         if self.stop:       # the shortest beginning whose text holds a stop string
@@ -174,40 +305,150 @@ class Policy:
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    # -- scoring and learning ------------------------------------------------------------------------------------------
+    # -- scoring -------------------------------------------------------------------------------------------------------
 
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the sampled tokens, and 1 where there is one: (B, T), (B, T). reference: the base's."""
-        self.activate()
+        rows = self._rows(samples)
+        if len(rows) < len(samples):
+            return self._shared_logprobs(samples, rows, reference)
         prompts, prompt_mask = self._pad([s.completion.prompt_ids for s in samples], left=True)         # (B, P)
         tokens, mask = self._pad([s.completion.ids for s in samples], left=False)                       # (B, T)
+        ids = torch.cat([prompts, tokens], 1)                                                           # (B, P+T)
         attention = torch.cat([prompt_mask, mask], 1)                                                   # (B, P+T)
-        # Padding on the left must not shift the positions; only logits that predict a completion's tokens are needed.
-        extra = dict(position_ids=(attention.cumsum(1) - 1).clamp(min=0), logits_to_keep=tokens.shape[1] + 1)
-        extra = {name: value for name, value in extra.items() if name in self.forward_arguments}
-        with self.model.disable_adapter() if reference else nullcontext():
-            ids = torch.cat([prompts, tokens], 1)                                                       # (B, P+T)
-            logits = self.model(ids, attention_mask=attention, use_cache=False, **extra).logits
-        logits = logits[:, -tokens.shape[1] - 1:-1].float() / self.temperature                          # (B, T, V)
-        return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2), mask              # (B, T), (B, T)
+        with self._own_weights(reference):                  # the last token is only predicted, so it is not read
+            logits = self._logits(ids[:, :-1], attention[:, :-1], keep=tokens.shape[1])                 # (B, T, V)
+        return TokenLogprobs.apply(logits, tokens, self.temperature), mask                              # (B, T), (B, T)
+
+    def _shared_logprobs(self, samples: Sequence[Sample], rows: list[list[int]], reference: bool) -> tuple[Tensor, Tensor]:
+        """The same numbers, but a row is a prompt, computed once, and all its completions one behind the other.
+
+            reads       p  p  p | p  a  a | p  b  b  b      the prompt's last token stands before each completion
+            position    0  1  2 | 3  4  5 | 3  4  5  6      which begins where the prompt ends
+            predicts            | a  a  a | b  b  b  b
+            owner       0  0  0 | 1  1  1 | 2  2  2  2      a token sees the prompt and its own completion, up to itself
+        """
+        groups = [[samples[i].completion for i in row] for row in rows]
+        def laid_out(values: Callable[[int, Completion], Iterable[int]]) -> tuple[Tensor, Tensor]:      # (R, S), (R, S)
+            return self._pad([[x for k, c in enumerate(group) for x in values(k, c)] for group in groups], left=False)
+
+        prompts, prompt_mask = self._pad([group[0].prompt_ids[:-1] for group in groups], left=True)     # (R, P-1)
+        before, before_mask = laid_out(lambda k, c: c.prompt_ids[-1:] + c.ids[:-1])                     # (R, S)
+        places, _ = laid_out(lambda k, c: range(len(c.prompt_ids) - 1, len(c.prompt_ids) - 1 + len(c.ids)))
+        owners, _ = laid_out(lambda k, c: [k + 1] * len(c.ids))                                         # (R, S)
+        tokens, _ = laid_out(lambda k, c: c.ids)                                                        # (R, S)
+        ids = torch.cat([prompts, before], 1)                                                           # (R, L)
+        positions = torch.cat([(prompt_mask.cumsum(1) - 1).clamp(min=0), places], 1)                    # (R, L)
+        owner = torch.cat([prompt_mask - 1, owners.where(before_mask.bool(), -1)], 1)                   # (R, L), -1: padding
+        seen = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])                      # (R, L, L)
+        attention = torch.full(seen.shape, torch.finfo(self.model.dtype).min, dtype=self.model.dtype, device=self.device)
+        attention = attention.masked_fill(seen.tril(), 0)[:, None]                                      # (R, 1, L, L)
+        with self._own_weights(reference):
+            logits = self._logits(ids, attention, positions, keep=tokens.shape[1])                      # (R, S, V)
+        logp = TokenLogprobs.apply(logits, tokens, self.temperature)                                    # (R, S)
+
+        cuts = [np.cumsum([len(c.ids) for c in group]).tolist() for group in groups]
+        pieces = {i: piece for row, line, cut in zip(rows, logp, cuts) for i, piece in zip(row, line.tensor_split(cut))}
+        _, mask = self._pad([s.completion.ids for s in samples], left=False)                            # (B, T)
+        return pad_sequence([pieces[i] for i in range(len(samples))], batch_first=True), mask           # (B, T), (B, T)
+
+    def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor | None = None, keep: int = 1,
+                use_cache: bool = False, **extra) -> Tensor:
+        """The model's logits at the last `keep` positions: (B, L) -> (B, keep, V)."""
+        if positions is None:           # padding on the left must not shift them
+            positions = (attention.cumsum(1) - 1).clamp(min=0)                                          # (B, L)
+        wanted = dict(position_ids=positions, logits_to_keep=keep)
+        extra |= {name: value for name, value in wanted.items() if name in self.forward_arguments}
+        return self.model(input_ids=ids, attention_mask=attention, use_cache=use_cache, **extra).logits[:, -keep:]
+
+    @contextmanager
+    def _own_weights(self, reference: bool = False) -> Iterator[None]:
+        """This policy's adapter, or the base alone; with checkpointing, if there will be a backward pass."""
+        self.activate()
+        # transformers checkpoints in training mode only. The layers are in it, what they are made of is not: no dropout.
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)] if self.checkpointing else []
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+        try:
+            with self.model.disable_adapter() if reference else nullcontext():
+                yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    # -- which completions share a row ---------------------------------------------------------------------------------
+
+    def _rows(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Positions of the samples of each row: those of one prompt together, where that is cheaper, else one by one.
+
+        The cost of a row of L tokens in a layer of width d is about 24 d² L in its matrices and 4 d L² in attention."""
+        width, rows = self.model.config.get_text_config().hidden_size, []
+        def cost(length: int) -> int:
+            return length * (6 * width + length)
+
+        for group in grouped(range(len(samples)), lambda i: tuple(samples[i].completion.prompt_ids)).values():
+            prompt = len(samples[group[0]].completion.prompt_ids)
+            parts, length = [], self.batch_tokens
+            for i in group:             # a row keeps to the token budget
+                size = len(samples[i].completion.ids)
+                if length + size > self.batch_tokens:
+                    parts, length = parts + [[]], prompt
+                parts[-1].append(i)
+                length += size
+            for part in parts:
+                sizes = [len(samples[i].completion.ids) for i in part]
+                cheaper = cost(prompt + sum(sizes)) < sum(cost(prompt + size) for size in sizes)
+                rows += [part] if cheaper and self.shares_prompts else [[i] for i in part]
+        return rows
+
+    @cached_property
+    def shares_prompts(self) -> bool:
+        """Does this model's attention take a mask and positions of our own? Looked up, then tried out; says so if not."""
+        config = self.model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        reason = None
+        if kinds or getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            reason = "not all its layers attend to everything"
+        elif "position_ids" not in self.forward_arguments or config._attn_implementation not in ("sdpa", "eager"):
+            reason = "it takes no positions or no mask of our own"
+        else:
+            ids = [2 + i % (config.vocab_size - 2) for i in range(9)]
+            rows = [Completion(ids[:4], ids[4:6], "", True), Completion(ids[:4], ids[6:], "", True)]
+            pair = [Sample(0, k, "", 0, (), "", c, True, 0, 0, True) for k, c in enumerate(rows)]
+            try:
+                with torch.no_grad():
+                    both, mask = self._shared_logprobs(pair, [[0, 1]], False)
+                    alone = torch.cat([self.logprobs([s])[0].flatten() for s in pair])
+                if not torch.allclose(both[mask.bool()], alone, atol=1e-3 if self.model.dtype == torch.float32 else 0.1):
+                    reason = "a trial gave other numbers"
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                reason = f"a trial failed: {error}"
+        if reason:
+            warnings.warn(f"this model computes every completion with a prompt of its own, which is slower: {reason}")
+        return reason is None
+
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     def update(self, samples: Sequence[Sample], epochs: int = 1, clip: float = 0.2, kl_coef: float = 0.0,
                aggregate: str | int = "token", max_grad_norm: float = 1.0) -> dict[str, float | None]:
-        """One optimizer step per epoch on the clipped loss over the whole batch, whatever the micro-batches.
+        """One optimizer step per epoch on the clipped loss over the whole batch, whatever the micro-batches and processes.
 
         kl_coef: weight of KL(policy || base), the base being the same model with its adapter switched off.
-        Makes no step without samples, and none if there is nothing to learn (all advantages 0 and no KL), where Adam's
-        momentum alone would still move the weights. A gradient that is not finite is not applied.
-        Returns grad_norm (before clipping), kl, clip (share of tokens outside the clip range), entropy, ratio_max; None
-        where nothing was measured.
+        Without KL, samples with advantage 0 have no gradient: they are counted in the mean and not computed. If no others
+        are left there is no step, as Adam's momentum alone would still move the weights. A gradient that is not finite
+        is not applied.
+        Returns grad_norm (before clipping), kl, clip (share of tokens outside the clip range), entropy, ratio_max, over
+        the tokens that were computed; None where nothing was measured.
         """
-        if not samples:
-            return dict(self.nothing)
-        sizes = [(len(s.completion.prompt_ids), len(s.completion.ids)) for s in samples]
-        batches = [[samples[i] for i in batch] for batch in self._batches(sizes, self.batch_tokens)]
-        tokens = sum(len(s.completion.ids) for s in samples)
-        denominator = {"token": tokens, "sequence": len(samples)}.get(aggregate) or len(samples) * aggregate
-        learn = kl_coef > 0 or any(s.advantage != 0 for s in samples)
+        work = [s for s in samples if kl_coef > 0 or s.advantage != 0]
+        counts = [sum(len(s.completion.ids) for s in samples), len(samples), len(work)]
+        tokens, count, learning = summed(torch.tensor(counts, device=self.device)).tolist()     # of all processes
+        if not learning:
+            return self.nothing | ({"grad_norm": 0.0} if count else {})
+        denominator = {"token": tokens, "sequence": count}.get(aggregate) or count * aggregate
+        rows = [[work[i] for i in row] for row in self._rows(work)]
+        sizes = [(len(row[0].completion.prompt_ids), sum(len(s.completion.ids) for s in row)) for row in rows]
+        batches = [[s for r in batch for s in rows[r]] for batch in self._batches(sizes, self.batch_tokens)]
 
         # The sampling policy's log-probabilities stay fixed over the epochs. With one epoch they are the new ones,
         # detached: the ratio is exactly 1, the clip never acts, and a second forward pass would only repeat the first.
@@ -217,74 +458,85 @@ class Policy:
                 old = [self.logprobs(batch)[0] for batch in batches]
 
         sums, ratio_max, grad_norm = Counter(), 0.0, 0.0
-        for epoch in range(epochs if learn else 1):
+        for epoch in range(epochs):
             self.optimizer.zero_grad()
             for batch, old_logp in zip(batches, old):
-                with torch.set_grad_enabled(learn):
-                    logp, mask = self.logprobs(batch)                                   # (B, T), (B, T)
-                    old_logp = logp.detach() if old_logp is None else old_logp
-                    advantages = logp.new_tensor([s.advantage for s in batch])          # (B,)
-                    loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
-                    ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()          # (B, T)
-                    if kl_coef > 0:
-                        with torch.no_grad():
-                            ref_logp, _ = self.logprobs(batch, reference=True)          # (B, T)
-                        # ρ · k3 has the gradient of KL(policy || base); k3 alone has that of the reverse.
-                        kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()
-                        loss = loss + kl_coef * kl / tokens
-                        sums["kl"] += kl.item()
-                if learn:
-                    loss.backward()
+                logp, mask = self.logprobs(batch)                                       # (B, T), (B, T)
+                old_logp = logp.detach() if old_logp is None else old_logp
+                advantages = logp.new_tensor([s.advantage for s in batch])              # (B,)
+                loss = policy_loss(logp, old_logp, advantages, mask, clip, clip, aggregate, denominator=denominator)
+                ratio = torch.where(mask.bool(), logp - old_logp, 0).exp()              # (B, T)
+                if kl_coef > 0:
+                    with torch.no_grad():
+                        ref_logp, _ = self.logprobs(batch, reference=True)              # (B, T)
+                    # ρ · k3 has the gradient of KL(policy || base); k3 alone has that of the reverse.
+                    kl = torch.where(mask.bool(), ratio * kl_estimate(logp, ref_logp), 0).sum()
+                    loss = loss + kl_coef * kl / tokens
+                    sums["kl"] += kl.item()
+                loss.backward()
                 sums["clip"] += ((ratio < 1 - clip) | (ratio > 1 + clip)).sum().item()
                 sums["entropy"] -= torch.where(mask.bool(), old_logp, 0).sum().item()
+                sums["tokens"] += mask.sum().item()
                 ratio_max = max(ratio_max, ratio.max().item())
-            if learn:
-                grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
-                if np.isfinite(grad_norm):
-                    self.optimizer.step()
+            self._sum_gradients()
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
+            if np.isfinite(grad_norm):
+                self.optimizer.step()
         self.optimizer.zero_grad()
-        means = {name: sums[name] / (tokens * (epoch + 1)) for name in ("clip", "entropy", "kl")}
-        return dict(grad_norm=grad_norm, ratio_max=ratio_max, **means) | ({} if kl_coef > 0 else {"kl": None})
+        kl, clipped, entropy, computed = summed(torch.tensor([sums[name] for name in ("kl", "clip", "entropy", "tokens")],
+                                                             device=self.device)).tolist()
+        ratio_max = summed(torch.tensor(ratio_max, device=self.device), "MAX").item()
+        return dict(grad_norm=grad_norm, kl=kl / computed if kl_coef > 0 else None, clip=clipped / computed,
+                    entropy=entropy / computed, ratio_max=ratio_max)
+
+    def _sum_gradients(self) -> None:
+        """Add the gradients of all processes. Each takes part, with zeros if it had no samples."""
+        if dist.is_initialized():
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            flat = summed(torch.cat([g.flatten() for g in gradients]))
+            for p, g in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
+                p.grad = g.view_as(p)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _batches(sizes: list[tuple[int, int]], budget: int) -> Iterator[list[int]]:
+    def _batches(sizes: list[tuple[int, int]], budget: int, context: float = float("inf")) -> Iterator[list[int]]:
         """Positions of rows (tokens of the prompt, of the completion), sorted by length, in batches of at most budget tokens.
 
-        Padding counts; a row longer than the budget is a batch of its own."""
+        Padding counts; a row longer than the budget is a batch of its own. context: the most tokens of a padded row."""
         batch, prompt, completion = [], 0, 0
         for i in sorted(range(len(sizes)), key=lambda i: sum(sizes[i])):
             prompt, completion = max(prompt, sizes[i][0]), max(completion, sizes[i][1])
-            if batch and (prompt + completion) * (len(batch) + 1) > budget:
+            if batch and ((prompt + completion) * (len(batch) + 1) > budget or prompt + completion > context):
                 yield batch
                 batch, (prompt, completion) = [], sizes[i]
             batch.append(i)
         if batch:
             yield batch
 
-    def _pad(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+    def _pad(self, rows: Sequence[list[int]], left: bool) -> tuple[Tensor, Tensor]:
         """Rows of unequal length as one tensor, and its mask, from lengths, not from token values: (B, L), (B, L)."""
         longest = max(map(len, rows))
         padded = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
         mask = torch.zeros_like(padded)
         for i, row in enumerate(rows):
             where = slice(longest - len(row), longest) if left else slice(len(row))
-            padded[i, where] = torch.tensor(row)
+            padded[i, where] = torch.tensor(row, dtype=torch.long)
             mask[i, where] = 1
-        return padded.to(self.model.device), mask.to(self.model.device)
+        return padded.to(self.device), mask.to(self.device)
 
 
 class Scripted:
     """Answers with the given texts, one after the other and round again, in place of a policy: no model is needed."""
 
-    adapter, lr = "scripted", 0.0
+    adapter, device = "scripted", "none"
 
     def __init__(self, texts: Sequence[str]):
+        self.model = self                       # shares its base with nobody
         self.texts, self.prompts, self.given = list(texts), [], 0       # prompts: everything it was asked, for tests
 
-    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None,
-                 top_p: float = 1.0) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[str], n: int = 1, temperature: float | None = None, top_p: float = 1.0,
+                 policies: Sequence | None = None) -> list[list[Completion]]:
         self.prompts += prompts
         return [[self._next(prompt) for _ in range(n)] for prompt in prompts]
 
@@ -299,18 +551,22 @@ class Scripted:
 
 def generate(requests: Sequence[tuple[Policy, str]], n: int = 1, temperature: float | None = None,
              top_p: float = 1.0) -> list[list[Completion]]:
-    """n completions of each (policy, prompt), in the order of the requests; all prompts of one policy in one call."""
-    results: list[list[Completion]] = [[] for _ in requests]
-    for indices in grouped(range(len(requests)), lambda i: id(requests[i][0])).values():
-        policy = requests[indices[0]][0]
-        answers = policy.generate([requests[i][1] for i in indices], n, temperature, top_p)
-        for i, completions in zip(indices, answers):
-            results[i] = completions
-    return results
+    """n completions of each (policy, prompt), in the order of the requests.
+
+    All requests to one base model go into one call, whatever their adapters; bases on other devices work side by side."""
+    def answer(indices: list[int]) -> list[list[Completion]]:
+        policies, prompts = zip(*(requests[i] for i in indices))
+        return policies[0].generate(prompts, n, temperature, top_p, policies)
+
+    calls = list(grouped(range(len(requests)), lambda i: id(requests[i][0].model)).values())
+    results: dict[int, list[Completion]] = {}
+    for indices, answers in zip(calls, side_by_side(answer, calls, lambda indices: requests[indices[0]][0].device)):
+        results |= zip(indices, answers)
+    return [results[i] for i in range(len(requests))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. From a model to policies
+# 4. From a model to policies
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -333,39 +589,65 @@ def load_model(name: str, device: str | None = None):
 
 
 def load_policies(model, agents: Sequence[str], sharing: str | dict[str, str] = "per-role", rank: int = 16,
-                  seed: int = 0, device: str | None = None, **policy_settings) -> dict[str, Policy]:
-    """One policy per role (or fewer) on one frozen base: the map σ from agents to policies.
+                  seed: int = 0, device: str | None = None, **settings) -> dict[str, Policy]:
+    """One policy per role (or fewer) on one frozen base, or on several: the map σ from agents to policies.
 
-    model: a hub id, a folder, or a pair (model, tokenizer); it is frozen, and changed in place by peft.
+    model: a hub id, a folder, or a pair (model, tokenizer); it is frozen, and changed in place by peft. A dict gives each
+        role its own: roles with the same name, or the same pair, share that base.
     sharing: "shared": one adapter for all; "per-role": one each, named after the role; "solver=a,verifier=a" or a dict: any
-        map from roles to adapters. policy_settings go to every Policy: lr, max_new_tokens, temperature, ...
+        map from roles to adapters. device: where models given by name go.
+    settings: of every Policy, lr, max_new_tokens, temperature, ...; each a value, or a dict from roles to values.
     New adapters start as the base itself (LoRA's B is 0). They are float32 on a bfloat16 base too: small steps would vanish.
-    Raises ValueError for a map that misses a role or names an adapter that peft cannot store.
+    Raises ValueError for maps that miss a role, for an adapter on two bases or with two settings, and for names of adapters
+    that peft cannot store.
     """
     roles = list(dict.fromkeys(role(agent) for agent in agents))
     if isinstance(sharing, str):
         named = {"shared": dict.fromkeys(roles, "shared"), "per-role": {r: r for r in roles}}
         sharing = named[sharing] if sharing in named else dict(pair.partition("=")[::2] for pair in sharing.split(","))
-    if set(sharing) != set(roles):
-        raise ValueError(f'sharing maps {", ".join(sharing)}; needed is "shared", "per-role" or a map of exactly the roles '
-                         f'{", ".join(roles)}')
-    base, tokenizer = load_model(model, device) if isinstance(model, (str, os.PathLike)) else model
-    plain_generation(base, tokenizer)
+    for name, value in {"sharing": sharing, "model": model, **settings}.items():
+        if isinstance(value, dict) and set(value) != set(roles):
+            also = 'is "shared", "per-role" or' * (name == "sharing")
+            raise ValueError(f"{name} maps {', '.join(value)}; needed {also or 'is'} a map of exactly the roles {', '.join(roles)}")
+    def given_to(r: str) -> tuple:
+        own = {name: value[r] if isinstance(value, dict) else value for name, value in settings.items()}
+        return model[r] if isinstance(model, dict) else model, own
+
+    for name, users in grouped(roles, sharing.__getitem__).items():
+        (base, own), *others = [given_to(r) for r in users]
+        if any(other is not base and other != base or theirs != own for other, theirs in others):
+            raise ValueError(f"{' and '.join(users)} share the adapter {name}, so they need the same model and settings; give each "
+                             "its own adapter, or all the same values")
+
+    torch.manual_seed(seed)                                     # LoRA's A is random
+    policies: dict[str, Policy] = {}
+    def identity(r: str) -> Hashable:
+        base, _ = given_to(r)
+        return str(base) if isinstance(base, (str, os.PathLike)) else id(base[0])
+
+    for users in grouped(roles, identity).values():             # the roles of one base
+        base, _ = given_to(users[0])
+        base, tokenizer = load_model(base, device) if isinstance(base, (str, os.PathLike)) else base
+        plain_generation(base, tokenizer)
+        adapters = {sharing[r]: given_to(r)[1] for r in users}
+        peft_model = add_adapters(base, list(adapters), rank)
+        policies |= {name: Policy(peft_model, tokenizer, name, **own) for name, own in adapters.items()}
+    return {agent: policies[sharing[role(agent)]] for agent in agents}
+
+
+def add_adapters(base, names: list[str], rank: int):
+    """A PeftModel: the base, frozen, with new LoRA adapters of these names on all its linear layers."""
     modules = {part for name, _ in base.named_modules() for part in name.split(".")}
     taken = modules | set(dir(torch.nn.ModuleDict)) | {"default", "model", "base_model", "base_layer", "weight"}
-    for name in sharing.values():
+    for name in names:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in taken:
             raise ValueError(f"adapter name {name!r}: use a letter, then letters, digits, - and _, but no name that stands "
                              "for a part of the model, nor the word default")
-
-    torch.manual_seed(seed)                                     # LoRA's A is random
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-    adapters = list(dict.fromkeys(sharing[r] for r in roles))
-    peft_model = get_peft_model(base, config, adapter_name=adapters[0])
-    for name in adapters[1:]:
+    peft_model = get_peft_model(base, config, adapter_name=names[0])
+    for name in names[1:]:
         peft_model.add_adapter(name, config)
-    policies = {name: Policy(peft_model, tokenizer, name, **policy_settings) for name in adapters}
-    return {agent: policies[sharing[role(agent)]] for agent in agents}
+    return peft_model
 
 
 def plain_generation(model, tokenizer) -> None:
@@ -388,7 +670,7 @@ def as_list(value) -> list:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Rollouts: a tree, or K parallel plays
+# 5. Rollouts: a tree, or K parallel plays
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -460,14 +742,6 @@ def parallel_rollout(envs: Sequence, policies: dict[str, Policy], branches: int,
     return samples, plays
 
 
-def grouped(items: Iterable, key: Callable) -> dict[Hashable, list]:
-    """Items by their key, in order of first appearance."""
-    groups: dict[Hashable, list] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
 def in_waves(calls: list[tuple]) -> Iterator[list[tuple]]:
     """Cut one round's calls, (env, agent, ...), so that a wave holds at most one agent of each env, in their order."""
     place, waves = Counter(), {}
@@ -500,7 +774,7 @@ def check_groups(samples: list[Sample], branches: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. From what happened to what is learned
+# 6. From what happened to what is learned
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -551,8 +825,9 @@ def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method
                penalty: float = 0.1, **update) -> tuple[dict[str, float | None], list[Sample]]:
     """Play, give credit, compare, update: one step of any method with any team and any sharing.
 
-    envs: freshly reset; they are not changed. update goes to `Policy.update`: epochs, clip, kl_coef, aggregate.
-    Returns the metrics that the README lists, and the samples.
+    envs: freshly reset; they are not changed. Of several processes, each has its share of the envs; all of an env's calls,
+    and so every group, are in one. update goes to `Policy.update`: epochs, clip, kl_coef, aggregate.
+    Returns the metrics that the README lists, and the samples, of all processes.
     """
     method = row_of(method)
     clock = Counter()
@@ -566,11 +841,16 @@ def train_step(envs: Sequence, policies: dict[str, Policy], method: str | Method
         raise ValueError(f"every group of {' + '.join(method.mean.by)} has one sample, which has nothing to be compared with: "
                          "nothing would ever be learned; use more branches or a coarser group")
 
-    updates = {}
+    def learn(policy: Policy) -> dict:          # the papers' router: each policy learns from its own agents' samples
+        return policy.update([s for s in samples if policies[s.agent] is policy], **update)
+
     with timed(clock, "update"):
-        for policy in distinct(policies):       # the papers' router: each policy learns from its own agents' samples
-            updates[policy.adapter] = policy.update([s for s in samples if policies[s.agent] is policy], **update)
-    return step_metrics(samples, finals, method, policies, updates, clock), samples
+        learners = distinct(policies)
+        updates = dict(zip([p.adapter for p in learners], side_by_side(learn, learners, lambda policy: policy.device)))
+    first = world()[0] * len(envs)              # envs are counted through all processes
+    samples = gathered([replace(s, env=first + s.env) for s in samples])
+    plays = gathered([(env.success(), env.turn) for env in finals])
+    return step_metrics(samples, plays, method, policies, updates, clock), samples
 
 
 def distinct(policies: dict[str, Policy]) -> list[Policy]:
@@ -578,9 +858,9 @@ def distinct(policies: dict[str, Policy]) -> list[Policy]:
     return list({id(p): p for p in policies.values()}.values())
 
 
-def step_metrics(samples: list[Sample], finals: list, method: Method, policies: dict[str, Policy], updates: dict,
+def step_metrics(samples: list[Sample], plays: list[tuple[bool, int]], method: Method, policies: dict[str, Policy], updates: dict,
                  clock: Counter) -> dict[str, float | None]:
-    """One flat dict per step, with the same keys in every step; None where nothing was measured."""
+    """One flat dict per step, with the same keys in every step; None where nothing was measured. plays: (success, turns)."""
     guided = "success_guided" if method.sampler == "tree" else "success"
     keys = pool_of(samples, method.mean)[0]
     groups = [[samples[i] for i in group] for group in grouped(range(len(samples)), keys.__getitem__).values()]
@@ -589,12 +869,12 @@ def step_metrics(samples: list[Sample], finals: list, method: Method, policies: 
         columns = zip(*[(s.outcome, s.env, (s.env, s.rollout), s.agent) for s in samples])
         factors = inflation_factor(*columns) if samples else {}
 
-    metrics = {guided: mean([env.success() for env in finals]), "turns": mean([env.turn for env in finals])}
+    metrics = {guided: mean([success for success, _ in plays]), "turns": mean([turns for _, turns in plays])}
     for agent in policies:
         own = [s for s in samples if s.agent == agent]
         shared = [group for group in groups if any(s.agent == agent for s in group)]
         metrics |= {f"reward/{agent}": mean([s.reward for s in own]),
-                    f"calls/{agent}": len(own) / max(len(finals), 1),
+                    f"calls/{agent}": len(own) / max(len(plays), 1),
                     f"invalid/{agent}": mean([not s.valid for s in own]),
                     f"length/{agent}": mean([len(s.completion.ids) for s in own]),
                     f"truncated/{agent}": mean([not s.completion.stopped for s in own]),
@@ -625,15 +905,18 @@ def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperatur
     """Success of the team without any tree, on freshly reset envs; leaves every random stream as it was.
 
     k = 1 plays greedily, more plays sample at temperature .6 and top_p .95 (both papers), unless told otherwise.
+    Of several processes each is given all envs and plays its share of them.
     Returns eval/success and eval/turns, and for k > 1 eval/avg@k and eval/pass@k.
     """
     temperature = (0.0 if k == 1 else 0.6) if temperature is None else temperature
     top_p = (1.0 if k == 1 else 0.95) if top_p is None else top_p
+    rank, size = world()
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        _, finals = parallel_rollout(envs, policies, k, temperature, top_p)
-    successes = np.array([env.success() for env in finals], dtype=float).reshape(len(envs), k)     # (problems, k)
-    metrics = {"eval/success": avg_at_k(successes), "eval/turns": mean([env.turn for env in finals])}
+        torch.manual_seed(seed + rank)
+        _, finals = parallel_rollout(envs[rank::size], policies, k, temperature, top_p)
+    plays = np.array(gathered([(env.success(), env.turn) for env in finals]), dtype=float)          # (problems * k, 2)
+    successes = plays[:, 0].reshape(len(envs), k)                                                   # (problems, k)
+    metrics = {"eval/success": avg_at_k(successes), "eval/turns": mean(plays[:, 1])}
     if k > 1:
         passes = [pass_at_k(k, int(c), k) for c in successes.sum(1)]
         metrics |= {f"eval/avg@{k}": avg_at_k(successes), f"eval/pass@{k}": mean(passes)}
@@ -641,7 +924,7 @@ def evaluate(envs: Sequence, policies: dict[str, Policy], k: int = 1, temperatur
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. Checkpoints, in peft's own layout
+# 7. Checkpoints, in peft's own layout
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -672,7 +955,7 @@ def load_checkpoint(folder: str | Path, policies: dict[str, Policy]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 7. The tiny model: a base that speaks the task's language and makes its teacher's mistakes
+# 8. The tiny model: a base that speaks the task's language and makes its teacher's mistakes
 # ---------------------------------------------------------------------------------------------------------------------
 
 # The usual initializer_range of .02 is too small for so small a model. Skill first, slips later: `skill` is the share of
