@@ -40,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, LlamaConfig,
                           LlamaForCausalLM, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList)
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from algorithms import (METHODS, Method, Pool, avg_at_k, group_advantages, inflation_factor, kl_estimate, mixed_reward,
@@ -168,6 +169,26 @@ class TokenLogprobs(torch.autograd.Function):
         return result, None, None
 
 
+class RoomyLayer(DynamicLayer):
+    """One layer's keys and values, each row a copy of one of layer's, with room for so many tokens more.
+
+    A new token is written in place, where a DynamicLayer copies all that came before it, at each token of each layer."""
+
+    def __init__(self, layer: DynamicLayer, copies: Tensor, room: int):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.roomy = [torch.cat([x[copies], x.new_empty(len(copies), x.shape[1], room, x.shape[3])], 2)
+                      for x in (layer.keys, layer.values)]                              # (B, heads, P+room, d) twice
+        self.keys, self.values = (x[:, :, :layer.keys.shape[2]] for x in self.roomy)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        old, new = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        for x, states in zip(self.roomy, (key_states, value_states)):
+            x[:, :, old:new] = states
+        self.keys, self.values = (x[:, :, :new] for x in self.roomy)
+        return self.keys, self.values
+
+
 class Policy:
     """Weights and optimizer. Both papers' rollout worker is `generate`, their update worker `update`.
 
@@ -250,38 +271,55 @@ class Policy:
             how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=LogitsProcessorList([lambda ids, scores: scores / hot]))
         if any(p.stop or p.max_new_tokens < how["max_new_tokens"] for p in policies):
             how["stopping_criteria"] = StoppingCriteriaList([lambda ids, scores: self._ended(policies, ids[:, start:])])
-        with self._adapters(policies) as adapters:
-            if len({(id(p), tuple(ids)) for p, ids in rows}) < len(rows) and start > 1 and self.shares_prompts:
-                how |= self._prefilled(rows)
-            out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **how, **adapters)    # (B, P+T)
+        if start > 1 and self.shares_prompts:
+            name = "cache" if "cache" in self.forward_arguments else "past_key_values"      # transformers 5.24, 5.0
+            how[name] = self._prefilled(rows, name, how["max_new_tokens"])
+        with self._adapters(policies):
+            out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **how)        # (B, P+T)
         return [policy._completion(prompt, row) for policy, prompt, row in zip(policies, prompts, out[:, start:].tolist())]
 
-    def _prefilled(self, rows: "list[tuple[Policy, list[int]]]") -> dict[str, DynamicCache]:
-        """The attention cache of all prompts without their last token, each different prompt computed once."""
-        distinct = {(id(policy), tuple(ids)): (policy, ids) for policy, ids in rows}
+    def _prefilled(self, rows: "list[tuple[Policy, list[int]]]", name: str, room: int) -> DynamicCache:
+        """The keys and values of the rows' prompts without their last token; each different prompt is computed once."""
+        distinct = {(policy.adapter, tuple(ids)): (policy, ids) for policy, ids in rows}
         place = {key: i for i, key in enumerate(distinct)}
         policies, prompts = zip(*distinct.values())
         ids, mask = (x[:, :-1] for x in self._pad(prompts, left=True))                  # (D, P-1), (D, P-1)
         cache = DynamicCache(config=self.model.config)
-        named = {"cache" if "cache" in self.forward_arguments else "past_key_values": cache}
-        with self._adapters(policies) as adapters:
-            self._logits(ids, mask, keep=1, use_cache=True, **named, **adapters)        # fills the cache
-        cache.batch_select_indices(torch.tensor([place[id(policy), tuple(x)] for policy, x in rows], device=self.device))
-        return named
+        with self._adapters(policies):
+            self._logits(ids, mask, keep=1, use_cache=True, **{name: cache})            # fills the cache
+        copies = torch.tensor([place[policy.adapter, tuple(ids)] for policy, ids in rows], device=self.device)      # (B,)
+        cache.layers = [RoomyLayer(layer, copies, room) for layer in cache.layers]
+        return cache
 
     @contextmanager
-    def _adapters(self, policies: "Sequence[Policy]") -> Iterator[dict]:
-        """One adapter is switched on; of several, each row names its own. Restored even on an error."""
+    def _adapters(self, policies: "Sequence[Policy]") -> Iterator[None]:
+        """Row i of the batch is computed with the adapter of policies[i]. If they differ:
+
+            y = W x + Σ_a m_a B_a A_a x,    m_a = 1 in the rows of adapter a, else 0
+
+        with all A_a stacked in one matrix and all B_a in another: one pass, where peft's adapter_names makes one per adapter.
+        """
         policies[0].activate()
-        names = [policy.adapter for policy in policies]
+        names = list(dict.fromkeys(policy.adapter for policy in policies))
+        if len(names) == 1:
+            yield
+            return
+        def add(A: Tensor, B: Tensor, mine: Tensor) -> Callable:
+            return lambda layer, x, y: y + (mine * (x[0].to(A.dtype) @ A.T) @ B.T).to(y.dtype)
+
+        hooks = []
         try:
-            yield {"adapter_names": names} if len(set(names)) > 1 else {}
-        except BaseException:           # peft leaves its hooks on, and every later pass would still mix the adapters
-            for module in self.model.modules():
-                if isinstance(module, LoraLayer):
-                    module._forward_pre_hooks.clear()
-                    module._forward_pre_hooks_with_kwargs.clear()
-            raise
+            for layer in self.model.modules():
+                if isinstance(layer, LoraLayer):
+                    A = torch.cat([layer.lora_A[name].weight for name in names])                                    # (Σr, in)
+                    B = torch.cat([layer.lora_B[name].weight * layer.scaling[name] for name in names], 1)           # (out, Σr)
+                    mine = torch.tensor([[p.adapter == name for name in names for _ in range(layer.r[name])] for p in policies])
+                    hooks.append(layer.register_forward_hook(add(A, B, mine[:, None].to(A))))                       # (B, 1, Σr)
+            with self.model.disable_adapter():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _ended(self, policies: "Sequence[Policy]", new: Tensor) -> Tensor:
         """Which rows have reached their own limit or hold a stop string. generate's own stop_strings fails on some tokenizers."""
