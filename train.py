@@ -4,6 +4,7 @@
     python train.py --task math --model Qwen/Qwen3-1.7B --data train.jsonl --eval-data test.jsonl
     python train.py --evaluate runs/math-at-grpo-seed0 --show 3   # score a finished run, print three plays
     python train.py --task sokoban --evaluate expert              # play without a model: expert, or random
+    torchrun --nproc-per-node 4 train.py --task math ...          # on four GPUs; each plays a quarter of --envs
 
 A run leaves runs/<name>/: config.json, metrics.jsonl (an object a step), transcripts.jsonl, curves.png, checkpoints/.
 """
@@ -17,6 +18,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -31,9 +33,13 @@ METHOD_NAMES = re.findall(r'^    "([\w-]+)": +Method\(', Path(__file__).with_nam
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+RANK, LOCAL_RANK, PROCESSES = (int(os.environ.get(name) or default) for name, default in
+                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))      # set by torchrun
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        self.exit(2, f"train.py: {message}\n")
+        self.exit(2, f"train.py: {message}\n" if LOCAL_RANK == 0 else None)      # the processes of a machine have one input
 
 
 def number(kind: type, least: float, most: float = float("inf")):
@@ -47,6 +53,18 @@ def number(kind: type, least: float, most: float = float("inf")):
             limits = f"from {least:g} to {most:g}" if most < 10**9 else f"of at least {least:g}"
             raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number {limits}")
         return value
+    return parse
+
+
+def by_role(kind: Callable[[str], object]) -> Callable[[str], object]:
+    """An argparse type: a value, or role=value,... as a dict."""
+    def parse(text: str):
+        if not re.match(r"\w+=", text):
+            return kind(text)
+        pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+        if len(dict(pairs)) < len(pairs):
+            raise argparse.ArgumentTypeError(f"{text!r} names a role twice")
+        return {role: kind(value) for role, value in pairs}
     return parse
 
 
@@ -70,12 +88,15 @@ def make_parser() -> Parser:
         help="problems to evaluate on (else one in five of --data is kept)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", default="tiny", help='hub id or folder of a causal language model (tiny: made on first use)')
+    add("--model", type=by_role(str), default="tiny",
+        help="hub id or folder of a causal language model, or role=model,... (tiny: made on first use)")
     add("--sharing", default="per-role", help="LoRA adapters: per-role, shared, or any map role=name,... (per-role)")
     add("--rank", type=number(int, 1, 4096), default=16, help="LoRA rank; LoRA's own alpha is twice that (16)")
-    add("--max-new-tokens", type=positive, metavar="N", help="most tokens of a completion (1024; tiny: as its task needs)")
-    add("--temperature", type=number(float, 0.01), default=1.0, help="of sampling in training (1.0)")
-    add("--device", help="cuda, cuda:1, mps or cpu (the first that is there)")
+    add("--max-new-tokens", type=by_role(positive), metavar="N",
+        help="most tokens of a completion, or role=N,... (1024; tiny: as its task needs)")
+    add("--temperature", type=by_role(number(float, 0.01)), default=1.0, help="of sampling in training, or role=value,... (1.0)")
+    add("--device", "--devices", type=by_role(str),
+        help="cuda, cuda:1, mps or cpu, or role=device,...: a base for each (the first that is there)")
     add("--threads", type=number(int, 1, 1024), help="CPU threads (as torch chooses; tiny: 1)")
     add("--batch-tokens", type=positive, default=4096, metavar="N",
         help="most tokens in one forward and backward pass; lower it if memory runs out (4096)")
@@ -90,10 +111,11 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("update").add_argument
     add("--steps", type=count, help="training steps (200; tiny: 20)")
-    add("--lr", type=share, help="learning rate of AdamW (1e-5; tiny: 1e-3)")
+    add("--lr", type=by_role(share), help="learning rate of AdamW, or role=value,... (1e-5; tiny: 1e-3)")
     add("--epochs", type=positive, default=1, help="optimizer steps per batch (1: exactly on-policy)")
     add("--clip", type=number(float, 0, 1), default=0.2, help="the ratio is clipped to 1 - clip ... 1 + clip (0.2)")
     add("--kl", type=share, default=0.0, help="weight in the loss of the KL divergence to the base (0)")
+    add("--gradient-checkpointing", action="store_true", help="less memory, more time: compute activations twice")
     add("--loss-mean", choices=("token", "sequence"), default="token", help="mean over tokens, or over samples (token)")
 
     add = parser.add_argument_group("evaluation").add_argument
@@ -112,7 +134,8 @@ def make_parser() -> Parser:
 
 SETTINGS = ("turns", "level", "size", "boxes", "reasoners", "tools")       # what a task may take, and not every task does
 BASELINES = ("expert", "random")
-FREE_IN_EVALUATION = {"evaluate", "show", "eval_n", "eval_k", "eval_data", "device", "threads", "batch_tokens"}
+FREE_IN_EVALUATION = {"evaluate", "show", "eval_n", "eval_k", "eval_data", "device", "threads", "batch_tokens",
+                      "gradient_checkpointing"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -147,11 +170,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         for name in SETTINGS:           # for config.json: what the task chose by itself
             setattr(args, name, getattr(env, name, getattr(args, name)))
         check_sharing(args.sharing, env.agents)
-        check_device(args.device)
+        check_roles(args, env.agents, defaults)
+        check_devices(args)
         args.problems = read_problems(args)
         if not tiny and not baseline:
-            args.model = check_model(args.model)
-        if args.evaluate is None:
+            models = args.model
+            args.model = {r: check_model(m) for r, m in models.items()} if isinstance(models, dict) else check_model(models)
+        if args.evaluate is None and RANK == 0:
             args.out = make_folder(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -188,7 +213,7 @@ def read_config(args: argparse.Namespace, given: dict) -> None:
         raise ValueError(f"--evaluate {run}: its config.json is missing or damaged; is this the folder of a run?") from None
     if config.get("task", "math") not in TASKS or config.get("method", "grpo") not in METHOD_NAMES:
         raise ValueError(f"--evaluate {run}: its config.json names a task or a method that is not there")
-    if "model" in given and Path(given["model"]).is_dir():
+    if isinstance(given.get("model"), str) and Path(given["model"]).is_dir():
         given["model"] = check_model(given["model"])
     for name, value in config.items():
         if name in given and name not in FREE_IN_EVALUATION and given[name] != value:
@@ -221,9 +246,42 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
                          f"- and _) for every role, like {example}")
 
 
-def check_device(device: str | None) -> None:
-    if device and not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", device):
-        raise ValueError(f"--device {device}: allowed are cpu, mps, cuda and cuda:N")
+def roles_of(agents: tuple[str, ...]) -> list[str]:
+    return list(dict.fromkeys(agent.rstrip("0123456789") for agent in agents))
+
+
+def check_roles(args: argparse.Namespace, agents: tuple[str, ...], defaults: dict) -> None:
+    """Complete the flags that were given as role=value,...; ValueError for unknown roles and for two values on one adapter."""
+    roles = roles_of(agents)
+    adapters = {r: r for r in roles} if args.sharing == "per-role" else dict.fromkeys(roles, "shared")
+    if "=" in args.sharing:
+        adapters = dict(pair.split("=") for pair in args.sharing.split(","))
+    for name in ("model", "device", "lr", "temperature", "max_new_tokens"):
+        values, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if not isinstance(values, dict):
+            continue
+        if not set(values) <= set(roles) or name in ("model", "device") and len(values) < len(roles):
+            needed = "needed is one for each of" if name in ("model", "device") else "allowed are"
+            raise ValueError(f"{flag} names {', '.join(values)}; {needed} {', '.join(roles)}")
+        default = {"temperature": 1.0, "max_new_tokens": None} | defaults
+        values = {r: values[r] if r in values else default[name] for r in roles}
+        setattr(args, name, values)
+        for r in roles:
+            other = next(o for o in roles if adapters[o] == adapters[r])
+            if values[other] != values[r]:
+                raise ValueError(f"{flag}: {other} and {r} share an adapter, so they need the same value; see --sharing")
+
+
+def check_devices(args: argparse.Namespace) -> None:
+    """Raise ValueError for a device that does not exist, and for one that several processes would have to share."""
+    devices = list(args.device.values()) if isinstance(args.device, dict) else [args.device] * bool(args.device)
+    for device in devices:
+        if not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", device):
+            raise ValueError(f"--device {device}: allowed are cpu, mps, cuda and cuda:N")
+    if PROCESSES > 1 and (isinstance(args.device, dict) or args.device not in (None, "cpu", "cuda")):
+        raise ValueError(f"--device with {PROCESSES} processes: allowed are cuda, where each takes a GPU, and cpu")
+    if PROCESSES > 1 and args.evaluate is None and args.envs % PROCESSES:
+        raise ValueError(f"--envs {args.envs} cannot be divided among {PROCESSES} processes; give a multiple of {PROCESSES}")
 
 
 def read_problems(args: argparse.Namespace) -> dict:
@@ -247,6 +305,8 @@ def read_problems(args: argparse.Namespace) -> dict:
 
 def check_model(name: str) -> str:
     """A local folder or a hub id that can be had; returns it, with ~ expanded. Raises ValueError."""
+    if name == "tiny":
+        raise ValueError("--model: tiny is made for a whole team and cannot be one of several; give folders or hub ids")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists() or not list(path.glob("*.safetensors")):
@@ -293,9 +353,12 @@ def write_config(out: Path, args: argparse.Namespace) -> None:
 
 
 def reset_envs(args: argparse.Namespace, step: int) -> list:
-    """The envs of one training step. Env t of step s depends on (seed, s, t) only, whatever was played before."""
-    envs = [make_env(args, "train", args.problems["train"]) for _ in range(args.envs)]
-    for t, env in enumerate(envs):
+    """The envs of one training step: all, or this process's share of them.
+
+    Env t of step s depends on (seed, s, t) only, whatever was played before."""
+    share = args.envs // PROCESSES
+    envs = [make_env(args, "train", args.problems["train"]) for _ in range(share)]
+    for t, env in enumerate(envs, RANK * share):
         env.reset(Random(f"{args.seed}/train/{step}/{t}"))
     return envs
 
@@ -316,7 +379,7 @@ def eval_sets(args: argparse.Namespace) -> dict[str, list]:
 
 
 def fail(message: str) -> None:
-    sys.stderr.write(f"train.py: {message}\n")
+    sys.stderr.write(f"train.py: {f'process {RANK}: ' * (PROCESSES > 1)}{message}\n")
     sys.exit(2)
 
 
@@ -325,41 +388,78 @@ def first_line(error: Exception) -> str:
 
 
 def build_policies(args: argparse.Namespace) -> dict:
-    """Load or make the model, put the adapters on it, and say in one line what there is."""
+    """Load or make the models, put the adapters on them, and say in a line each what there is."""
     import torch
     import transformers
-    from mas_rl import distinct, load_model, load_policies, pick_device, tiny_model
+    from mas_rl import distinct, load_policies, pick_device
 
     transformers.logging.disable_progress_bar()
     if args.threads or args.model == "tiny":
         torch.set_num_threads(args.threads or 1)
-    start, device = time.perf_counter(), args.device or pick_device()
+    device = args.device or pick_device()
+    start, agents, what, where = time.perf_counter(), make_env(args, "train").agents, args.model, device
     try:
-        torch.empty(0, device=device)
-        if args.model == "tiny":        # one base for all seeds: what a seed changes is the learning
-            model, tokenizer = tiny_model(lambda: make_env(args, "train"))
-            model.to(device)
-        else:
-            model, tokenizer = load_model(args.model, device)
-        context = getattr(model.config, "max_position_embeddings", None) or 2048
-        args.max_new_tokens = args.max_new_tokens or min(1024, context // 2)
-        policies = load_policies((model, tokenizer), make_env(args, "train").agents, args.sharing, rank=args.rank,
-                                 seed=args.seed, lr=args.lr, max_new_tokens=args.max_new_tokens,
-                                 temperature=args.temperature, batch_tokens=args.batch_tokens)
+        if PROCESSES > 1:
+            device = join_processes(device)
+        bases, models = {}, {}          # a base for each pair of a model and a device
+        for r in roles_of(agents):
+            what, where = (value[r] if isinstance(value, dict) else value for value in (args.model, device))
+            bases[what, where] = models[r] = bases.get((what, where)) or load_base(args, what, where)
+        contexts = [getattr(model.config, "max_position_embeddings", None) or 2048 for model, _ in bases.values()]
+        tokens, usual = args.max_new_tokens, min(1024, min(contexts) // 2)
+        args.max_new_tokens = {r: n or usual for r, n in tokens.items()} if isinstance(tokens, dict) else tokens or usual
+        policies = load_policies(models, agents, args.sharing, rank=args.rank, seed=args.seed, lr=args.lr,
+                                 max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+                                 batch_tokens=args.batch_tokens, checkpointing=args.gradient_checkpointing)
     except Exception as error:      # a model's files can be wrong in any way; what matters is the first line of it
-        fail(f"--model {args.model} on {device} cannot be set up: {first_line(error)}")
-    adapters = distinct(policies)
-    trained = sum(p.numel() for policy in adapters for p in policy.parameters)
-    frozen = sum(p.numel() for p in adapters[0].model.parameters()) - trained
-    names, threads = ", ".join(policy.adapter for policy in adapters), torch.get_num_threads()
-    print(f"model {args.model}: {frozen:,} parameters, frozen; {trained:,} train, in {len(adapters)} LoRA adapter"
-          f"{'s' * (len(adapters) > 1)} of rank {args.rank} ({names}); device {device}, {str(model.dtype)[6:]}, "
-          f"{threads} CPU thread{'s' * (threads > 1)}", flush=True)
-    if args.model == "tiny":
-        print(f"  a small Llama that was taught this task by a teacher who makes mistakes; ready in "
-              f"{time.perf_counter() - start:.0f} s, kept in {model.config._name_or_path}\n"
-              "  for a real model: --model Qwen/Qwen3-1.7B, or any folder that transformers loads", flush=True)
+        fail(f"--model {what} on {where} cannot be set up: {first_line(error)}")
+    if RANK == 0:
+        for (name, _), (base, _) in bases.items():
+            describe(args, name, [p for p in distinct(policies) if p.model.get_base_model() is base])
+        if args.model == "tiny":
+            print(f"  a small Llama that was taught this task by a teacher who makes mistakes; ready in "
+                  f"{time.perf_counter() - start:.0f} s, kept in {base.config._name_or_path}\n"
+                  "  for a real model: --model Qwen/Qwen3-1.7B, or any folder that transformers loads", flush=True)
     return policies
+
+
+def describe(args: argparse.Namespace, name: str, policies: list) -> None:
+    """One line for a base: its size, its adapters, where it is."""
+    import torch
+
+    model, threads, adapters = policies[0].model, torch.get_num_threads(), [policy.adapter for policy in policies]
+    trained = sum(p.numel() for policy in policies for p in policy.parameters)
+    print(f"model {name}: {sum(p.numel() for p in model.parameters()) - trained:,} parameters, frozen; {trained:,} train, in "
+          f"{len(adapters)} LoRA adapter{'s' * (len(adapters) > 1)} of rank {args.rank} ({', '.join(adapters)}); device "
+          f"{model.device}, {str(model.dtype)[6:]}, {threads} CPU thread{'s' * (threads > 1)}"
+          f"{f', {PROCESSES} processes' * (PROCESSES > 1)}", flush=True)
+
+
+def join_processes(device: str) -> str:
+    """Meet the other processes that torchrun started; returns this one's device."""
+    import torch
+
+    if device == "cuda":
+        device = f"cuda:{LOCAL_RANK}"
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return device
+
+
+def load_base(args: argparse.Namespace, name: str, device: str) -> tuple:
+    """(model, tokenizer) on a device."""
+    import torch
+    from mas_rl import load_model, tiny_model
+
+    torch.empty(0, device=device)
+    if name != "tiny":
+        return load_model(name, device)
+    if PROCESSES > 1 and LOCAL_RANK:
+        torch.distributed.barrier()         # one process of a machine makes it, the others wait
+    model, tokenizer = tiny_model(lambda: make_env(args, "train"))      # one for all seeds: they change the learning
+    if PROCESSES > 1 and not LOCAL_RANK:
+        torch.distributed.barrier()
+    return model.to(device), tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +468,10 @@ def build_policies(args: argparse.Namespace) -> dict:
 
 
 def baseline(args: argparse.Namespace) -> None:
-    """--evaluate expert, or random: play the evaluation problems without a model."""
+    """--evaluate expert, or random: play the evaluation problems without a model, in one process."""
+    if RANK > 0:
+        return
+
     def choose(env, agent: str) -> str:
         text = env.solve(agent) if args.evaluate == "expert" else env.random_action(agent, rng)
         calls.append((env.turn, agent, env.observe(agent), text))
@@ -398,16 +501,16 @@ def train(args: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
     from algorithms import METHODS
-    from mas_rl import save_checkpoint, train_step
+    from mas_rl import gathered, train_step
 
     args.branches = args.branches or (4 if METHODS[args.method].sampler == "tree" else 8)
-    policies, sets, run = build_policies(args), eval_sets(args), Path(args.out)
-    write_config(run, args)
-    log = Log(run, args, policies)
-    torch.manual_seed(args.seed)
+    policies, sets = build_policies(args), eval_sets(args)
+    args.out = gathered([args.out])[0]          # of several processes the first writes everything
+    run, log = Path(args.out), Log(args, policies)
+    torch.manual_seed(args.seed + RANK)
     log.write(0, evaluate_all(args, policies, sets))
-    save_checkpoint(run / "checkpoints" / "step-000000", policies, 0)
-    bar = tqdm(range(1, args.steps + 1), unit="step", disable=not args.steps)
+    log.save()
+    bar = tqdm(range(1, args.steps + 1), unit="step", disable=not args.steps or RANK > 0)
     try:
         for step in bar:
             metrics, samples = train_step(reset_envs(args, step), policies, args.method, args.branches, args.alpha,
@@ -418,21 +521,30 @@ def train(args: argparse.Namespace) -> None:
             log.transcript(step, samples)
             log.write(step, metrics | evaluated, bar)
             if evaluated or last:
-                save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policies, step)
-                for old in sorted((run / "checkpoints").glob("step-??????"))[:-2]:
-                    shutil.rmtree(old)
-                draw_curves(log.rows, run / "curves.png")
-    except KeyboardInterrupt:
+                log.save()
+    except (KeyboardInterrupt, RuntimeError) as error:      # what a device without memory raises is a RuntimeError
+        if not isinstance(error, KeyboardInterrupt) and not re.search("out of memory|allocate memory", str(error)):
+            raise
         bar.close()
-        done = log.rows[-1]["step"]
-        save_checkpoint(run / "checkpoints" / f"step-{done:06d}", policies, done)
-        draw_curves(log.rows, run / "curves.png")
-        sys.exit(f"stopped after step {done}; the adapters are saved. python train.py --evaluate {run} scores them")
+        log.save()
+        why = "stopped" if isinstance(error, KeyboardInterrupt) else out_of_memory(args, error)
+        sys.exit(f"{why} after step {log.rows[-1]['step']}; the adapters are saved. python train.py --evaluate {run} scores them")
     first, final = log.rows[0].get("eval/success"), log.rows[-1].get("eval/success")
-    if args.steps and final is not None:
+    if RANK == 0 and args.steps and final is not None:
         print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after "
               f"{args.steps} steps and {log.minutes():.1f} minutes")
-    print(f"everything is in {run}; next: python train.py --evaluate {run} --show 3")
+    if RANK == 0:
+        print(f"everything is in {run}; next: python train.py --evaluate {run} --show 3")
+
+
+def out_of_memory(args: argparse.Namespace, error: Exception) -> str:
+    """What was asked for, and what to lower."""
+    tokens = max(args.max_new_tokens.values()) if isinstance(args.max_new_tokens, dict) else args.max_new_tokens
+    row = "" if args.batch_tokens > 2 * tokens else f", --max-new-tokens (now {tokens}), as one row alone is as long,"
+    checkpointing = "" if args.gradient_checkpointing else " or add --gradient-checkpointing"
+    return (f"train.py: out of memory ({first_line(error)}): --envs {args.envs} x --branches {args.branches}, up to {tokens} new "
+            f"tokens, --batch-tokens {args.batch_tokens}; lower --batch-tokens{row}{checkpointing}; --envs and --branches only make "
+            "more batches of the same size. Stopped")
 
 
 def evaluate_all(args: argparse.Namespace, policies: dict, sets: dict[str, list]) -> dict[str, float]:
@@ -461,6 +573,8 @@ def score(args: argparse.Namespace) -> None:
     except Exception as error:      # files can be damaged in any way
         fail(f"--evaluate {args.evaluate}: {checkpoint} cannot be read ({first_line(error)})")
     metrics = evaluate_all(args, policies, sets)
+    if RANK > 0:
+        return
     numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
     print(f"{checkpoint}, step {step}, {sum(map(len, sets.values()))} problems: {numbers}")
     envs = [env for envs in sets.values() for env in envs][:args.show]
@@ -485,15 +599,19 @@ def score(args: argparse.Namespace) -> None:
 
 
 class Log:
-    """Writes metrics.jsonl and transcripts.jsonl, keeps the bar and prints a line every few steps."""
+    """Writes everything in the run's folder, keeps the bar and prints a line every few steps; in the first process only."""
 
-    def __init__(self, run: Path, args: argparse.Namespace, policies: dict):
+    def __init__(self, args: argparse.Namespace, policies: dict):
         from mas_rl import blank_metrics
 
-        self.run, self.rows, self.start, self.agents, self.lr = run, [], time.perf_counter(), tuple(policies), args.lr
+        self.run, self.rows, self.start = Path(args.out), [], time.perf_counter()
+        self.policies, self.agents = policies, tuple(policies)
+        self.lr = {f"lr/{r}": lr for r, lr in args.lr.items()} if isinstance(args.lr, dict) else {"lr": args.lr}
         self.every = max(1, args.steps // 10)
         self.blank = blank_metrics(args.method, policies)       # every key of a step, so that each line has the same
         self.totals = {"tokens_sampled": 0, "calls": 0}         # since the start: to compare methods at equal cost
+        if RANK == 0:
+            write_config(self.run, args)
 
     def minutes(self) -> float:
         return (time.perf_counter() - self.start) / 60
@@ -502,13 +620,15 @@ class Log:
         self.blank |= dict.fromkeys(key for key in metrics if key.startswith("eval/"))
         self.totals["tokens_sampled"] += metrics.get("tokens", 0)
         self.totals["calls"] += metrics.get("calls", 0)
-        row = {"step": step} | self.blank | metrics | {"lr": self.lr} | self.totals
+        row = {"step": step} | self.blank | metrics | self.lr | self.totals
         for agent in self.agents:                               # AT-GRPO Fig. 6a: standardised over the run so far
             seen = [r[f"reward/{agent}"] for r in self.rows + [row] if r[f"reward/{agent}"] is not None]
             row[f"reward_std/{agent}"] = standardised(seen) if row[f"reward/{agent}"] is not None else None
         row.pop("tokens", None)
         row = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}    # JSON has no nan
         self.rows.append(row)
+        if RANK > 0:
+            return
         with open(self.run / "metrics.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
         self.show(row, bar)
@@ -533,6 +653,8 @@ class Log:
 
     def transcript(self, step: int, samples: list) -> None:
         """All calls of the step's first env."""
+        if RANK > 0:
+            return
         fields = ("env", "rollout", "agent", "turn", "node", "chosen", "team", "local", "valid", "outcome", "reward",
                   "advantage", "prompt")
         with open(self.run / "transcripts.jsonl", "a") as f:
@@ -540,6 +662,20 @@ class Log:
                 if s.env == 0:
                     call = {name: getattr(s, name) for name in fields}
                     f.write(json.dumps({"step": step} | call | {"completion": s.completion.text}) + "\n")
+
+
+    def save(self) -> None:
+        """The adapters as they are after the last step, and the curves; the checkpoint before is kept."""
+        from mas_rl import save_checkpoint
+
+        step, folder = self.rows[-1]["step"], self.run / "checkpoints"
+        if RANK > 0:
+            return
+        save_checkpoint(folder / f"step-{step:06d}", self.policies, step)
+        for old in sorted(folder.glob("step-??????"))[:-2]:
+            shutil.rmtree(old)
+        if step:
+            draw_curves(self.rows, self.run / "curves.png")
 
 
 def standardised(values: list[float]) -> float | None:
@@ -604,8 +740,13 @@ def main(argv: list[str] | None = None) -> None:
     warnings.formatwarning = lambda message, *where: f"warning: {message}\n"        # one line, without a place in the code
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
-        run = baseline if args.evaluate in BASELINES else score if args.evaluate else train
-        run(args)
+        if args.evaluate in BASELINES:
+            baseline(args)
+        else:
+            (score if args.evaluate else train)(args)
+            if PROCESSES > 1:
+                import torch
+                torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted")
 
