@@ -397,7 +397,8 @@ class Policy:
             positions = (attention.cumsum(1) - 1).clamp(min=0)                                          # (B, L)
         wanted = dict(position_ids=positions, logits_to_keep=keep)
         extra |= {name: value for name, value in wanted.items() if name in self.forward_arguments}
-        return self.model(input_ids=ids, attention_mask=attention, use_cache=use_cache, **extra).logits[:, -keep:]
+        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=use_cache, **extra).logits
+        return logits if logits.shape[1] == keep else logits[:, -keep:]         # a slice would cost a copy in the backward pass
 
     @contextmanager
     def _own_weights(self, reference: bool = False) -> Iterator[None]:
@@ -521,8 +522,8 @@ class Policy:
             if np.isfinite(grad_norm):
                 self.optimizer.step()
         self.optimizer.zero_grad()
-        kl, clipped, entropy, computed = summed(torch.tensor([sums[name] for name in ("kl", "clip", "entropy", "tokens")],
-                                                             device=self.device)).tolist()
+        totals = torch.tensor([float(sums[name]) for name in ("kl", "clip", "entropy", "tokens")], device=self.device)
+        kl, clipped, entropy, computed = summed(totals).tolist()
         ratio_max = summed(torch.tensor(ratio_max, device=self.device), "MAX").item()
         return dict(grad_norm=grad_norm, kl=kl / computed if kl_coef > 0 else None, clip=clipped / computed,
                     entropy=entropy / computed, ratio_max=ratio_max)
