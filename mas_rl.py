@@ -293,7 +293,7 @@ class Policy:
 
     @contextmanager
     def _adapters(self, policies: "Sequence[Policy]") -> Iterator[None]:
-        """Row i of the batch is computed with the adapter of policies[i]. If they differ:
+        """Row i of the batch is computed with the adapter of policies[i]:
 
             y = W x + Σ_a m_a B_a A_a x,    m_a = 1 in the rows of adapter a, else 0
 
@@ -301,11 +301,8 @@ class Policy:
         """
         policies[0].activate()
         names = list(dict.fromkeys(policy.adapter for policy in policies))
-        if len(names) == 1:
-            yield
-            return
         def add(A: Tensor, B: Tensor, mine: Tensor) -> Callable:
-            return lambda layer, x, y: y + (mine * (x[0].to(A.dtype) @ A.T) @ B.T).to(y.dtype)
+            return lambda layer, x, y: (y + mine * (x[0].to(A.dtype) @ A.T) @ B.T).to(y.dtype)
 
         hooks = []
         try:

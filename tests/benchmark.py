@@ -3,7 +3,8 @@
 A Qwen3 of .9 M parameters with random weights, K = 8 completions of 64 tokens that nothing can end, LoRA of rank 16.
 The rungs: Hugging Face's generate with num_return_sequences; one forward and backward pass over K separate rows and a step
 of AdamW; the plain loop of the two; ours. TRL's GRPOTrainer stands beside them where it is installed: same model, prompts,
-lengths. CPU seconds (and wall seconds), medians of interleaved repeats. The last line is all of it as JSON.
+lengths. CPU seconds, wall seconds and peak memory of the process (Linux), medians of interleaved repeats, as are the ratios.
+The last line is all of it as JSON.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,6 +31,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 K, T = 8, 64
 WORDS = [a + b + c for a in "bcdfghjklm" for b in "aeiou" for c in "nprstvwxyz"]
+
+
+class Seconds(NamedTuple):
+    cpu: float
+    wall: float
 
 
 class Talk:
@@ -113,7 +121,7 @@ def trl_step(model, tokenizer, prompts: list[str]) -> Callable:
     """A step of TRL's GRPOTrainer: measured by itself, the second of two, as the first warms up."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     marks = []
@@ -126,35 +134,49 @@ def trl_step(model, tokenizer, prompts: list[str]) -> Callable:
             marks.append((time.process_time(), time.perf_counter()))
 
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in prompts]})
-    config = GRPOConfig(output_dir="/tmp/trl", per_device_train_batch_size=len(prompts) * K, num_generations=K, beta=0.0, top_k=0,
+    config = GRPOConfig(output_dir=tempfile.gettempdir(), per_device_train_batch_size=len(prompts) * K, num_generations=K, beta=0.0, top_k=0,
                         max_completion_length=T, max_steps=2, report_to="none", save_strategy="no", logging_strategy="no",
-                        use_cpu=True, bf16=False, fp16=False, learning_rate=1e-5, disable_tqdm=True, gradient_checkpointing=False)
+                        use_cpu=True, bf16=False, fp16=False, learning_rate=1e-5, disable_tqdm=True, log_level="error", gradient_checkpointing=False)
     trainer = GRPOTrainer(model=model, processing_class=tokenizer, args=config, train_dataset=rows, callbacks=[Marks()],
                           reward_funcs=lambda completions, **rest: [hash(str(c)) % 1000 / 1000 for c in completions],
                           peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 
-    def step() -> tuple[float, float]:
+    trainer.remove_callback(PrinterCallback)
+
+    def step() -> Seconds:
         marks.clear()
         trainer.train()
         (c0, w0), (c1, w1) = marks[-2:]
-        return c1 - c0, w1 - w0
+        return Seconds(c1 - c0, w1 - w0)
     return step
 
 
-def measure(jobs: dict[str, Callable], repeats: int) -> dict[str, tuple[float, float]]:
-    """Medians of CPU and wall seconds of each job; in every repeat all jobs have their turn. The first repeat only warms up."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+class Times(list):
+    """(CPU seconds, wall seconds, peak memory in GB) of each repeat of a job."""
+
+    def medians(self) -> list[float]:
+        return [statistics.median(column) for column in zip(*self)]
+
+    def over(self, other: "Times") -> float:
+        """Median ratio of CPU seconds, of neighbours in time, as a shared machine is now fast, now slow."""
+        return statistics.median(mine[0] / its[0] for mine, its in zip(self, other))
+
+
+def measure(jobs: dict[str, Callable], repeats: int) -> dict[str, Times]:
+    """In every repeat all jobs have their turn. The first repeat only warms up. A job may return its own Seconds."""
+    times = {name: Times() for name in jobs}
     for repeat in range(repeats + 1):
         for name, job in jobs.items():
+            reset_peak()
             cpu, wall = time.process_time(), time.perf_counter()
             own = job()
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             if repeat:
-                measured = time.process_time() - cpu, time.perf_counter() - wall
-                times[name].append(own if isinstance(own, tuple) and len(own) == 2 and isinstance(own[0], float) else measured)
-    return {name: tuple(statistics.median(column) for column in zip(*values)) for name, values in times.items()}
+                times[name].append((*(own if isinstance(own, Seconds) else (cpu, wall)), peak()))
+    return times
 
 
-def ladder(length: int, envs: int, repeats: int, trl: bool) -> dict[str, tuple[float, float]]:
+def ladder(length: int, envs: int, repeats: int, trl: bool) -> dict[str, Times]:
     """One role, one turn: all rungs on the same prompts."""
     policies = make_policies()
     policy = policies["solver"]
@@ -170,7 +192,7 @@ def ladder(length: int, envs: int, repeats: int, trl: bool) -> dict[str, tuple[f
         "forward, backward, step": lambda: plain_update(policy, ids, optimizer),
         "our update": lambda: policy.update(samples),
         "plain loop": lambda: plain_update(policy, plain_generate(policy, prompts), optimizer),
-        "our step": lambda: train_step(plays, policies, "at-grpo", K)[0]["calls"],
+        "our step": lambda: train_step(plays, policies, "at-grpo", K),
     }
     if trl:
         jobs["TRL's step"] = trl_step(*make_model(), prompts)
@@ -191,10 +213,10 @@ def teams(repeats: int) -> dict[str, float]:
     train_step([words_of(128, e, agents=("solver", "verifier"), turns=2, at_once=True) for e in range(4)], policies, "at-grpo", K)
     at_once = len(calls)
     model.generate = original
-    times = measure({"step": lambda: train_step(plays, policies, "at-grpo", K)[0]["calls"], "one call": lambda: generate(requests, K),
+    times = measure({"step": lambda: train_step(plays, policies, "at-grpo", K), "one call": lambda: generate(requests, K),
                      "half batches": lambda: [generate(half, K) for half in halves]}, repeats)
-    return {"two roles, two turns, K = 8: CPU s a step": times["step"][0], "generate calls, in turn (4 rounds)": in_turn,
-            "generate calls, at once (2 rounds)": at_once, "both roles in one call / two half batches": times["one call"][0] / times["half batches"][0]}
+    return {"two roles, two turns, K = 8: CPU s a step": times["step"].medians()[0], "generate calls, in turn (4 rounds)": in_turn,
+            "generate calls, at once (2 rounds)": at_once, "both roles in one call / two half batches": times["one call"].over(times["half batches"])}
 
 
 def scaling(repeats: int) -> dict[str, float]:
@@ -202,7 +224,7 @@ def scaling(repeats: int) -> dict[str, float]:
     policies = make_policies()
     few, many = ([words_of(128, e) for e in range(n)] for n in (8, 64))
     times = measure({"8": lambda: parallel_rollout(few, policies, K), "64": lambda: parallel_rollout(many, policies, K)}, repeats)
-    return {"CPU time per token, 64 envs / 8 envs": times["64"][0] / 64 / (times["8"][0] / 8)}
+    return {"CPU time per token, 64 envs / 8 envs": times["64"].over(times["8"]) * 8 / 64}
 
 
 class Largest(TorchDispatchMode):
@@ -256,7 +278,6 @@ def first_step() -> dict[str, float]:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    import tempfile
     root = Path(__file__).parent.parent
     with tempfile.TemporaryDirectory() as folder:
         def run(flags: str) -> float:
@@ -283,17 +304,16 @@ def main() -> None:
     except ImportError:
         beside = None
     repeats, results = 1 if args.quick else 5, {"torch": torch.__version__, "trl": beside}
-    print(f"torch {torch.__version__}, one thread, {beside or 'TRL is not installed'}; CPU seconds (wall seconds)\n")
-    for length, envs in ((32, 8), (512, 4), (2048, 1))[:2 if args.quick else 3]:
+    print(f"torch {torch.__version__}, one thread, {beside or 'TRL is not installed'}; CPU seconds (wall seconds), peak memory, ratio of CPU seconds\n")
+    against = {"our rollout": "generate", "our update": "forward, backward, step", "our step": "plain loop", "TRL's step": "our step"}
+    for length, envs in ((32, 8), (512, 4), (2048, 2))[:2 if args.quick else 3]:
         times = ladder(length, envs, repeats, beside is not None)
-        ratios = {"our rollout": "generate", "our update": "forward, backward, step", "our step": "plain loop", "TRL's step": "our step"}
         print(f"prompts of {length} tokens, {envs} of them, K = {K}, {T} new tokens")
-        for name, (cpu, wall) in times.items():
-            other = ratios.get(name)
-            ratio = f"   {times[other][0] / cpu:5.2f} x faster than {other}" if other and other != "our step" else ""
-            ratio = f"   ours is {cpu / times[other][0]:5.2f} x faster" if other == "our step" else ratio
-            print(f"  {name:<26} {cpu:8.3f} ({wall:.3f}){ratio}")
-        results[f"prompt {length}"] = times
+        for name, values in times.items():
+            cpu, wall, memory_peak = values.medians()
+            ratio = f"{values.over(times[against[name]]):7.2f} x {against[name]}" if name in against else ""
+            print(f"  {name:<26} {cpu:8.3f} ({wall:.3f}) {memory_peak:6.2f} GB {ratio}")
+        results[f"prompt {length}"] = {name: values.medians() for name, values in times.items()}
     for name, value in (teams(repeats) | scaling(repeats) | first_step()).items():
         print(f"{name:<72} {value:.3f}")
         results[name] = value
