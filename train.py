@@ -528,7 +528,8 @@ def train(args: argparse.Namespace) -> None:
         bar.close()
         log.save()
         why = "stopped" if isinstance(error, KeyboardInterrupt) else out_of_memory(args, error)
-        sys.exit(f"{why} after step {log.rows[-1]['step']}; the adapters are saved. python train.py --evaluate {run} scores them")
+        saved = newest_checkpoint(run)      # of several processes only the first could save
+        sys.exit(f"{why} after step {log.rows[-1]['step']}; the adapters are saved in {saved}. python train.py --evaluate {run} scores them")
     first, final = log.rows[0].get("eval/success"), log.rows[-1].get("eval/success")
     if RANK == 0 and args.steps and final is not None:
         print(f"success on {sum(map(len, sets.values()))} unseen problems: {first:.3f} before, {final:.3f} after "
@@ -662,7 +663,6 @@ class Log:
                 if s.env == 0:
                     call = {name: getattr(s, name) for name in fields}
                     f.write(json.dumps({"step": step} | call | {"completion": s.completion.text}) + "\n")
-
 
     def save(self) -> None:
         """The adapters as they are after the last step, and the curves; the checkpoint before is kept."""

@@ -388,7 +388,7 @@ def test_out_of_memory_ends_with_advice_and_the_adapters(small, capsys, monkeypa
         train.main(f"--task math-verify --steps 5 --envs 2 --branches 2 --eval-n 0 --max-new-tokens 8 --out {small}/full".split())
     message = str(end.value.code)
     assert message.count("\n") == 0 and "out of memory (CUDA out of memory. Tried to allocate 20.00 GiB.): --envs 2 x --branches 2" in message
-    assert "lower --batch-tokens or add --gradient-checkpointing" in message and f"after step 1; the adapters are saved. python train.py --evaluate {small}/full" in message
+    assert "lower --batch-tokens or add --gradient-checkpointing" in message and f"after step 1; the adapters are saved in {small}/full/checkpoints/step-000001. python train.py --evaluate {small}/full" in message
     assert (small / "full/checkpoints/step-000001/step.json").exists()
     capsys.readouterr()
 
