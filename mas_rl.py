@@ -301,6 +301,7 @@ class Policy:
         """
         policies[0].activate()
         names = list(dict.fromkeys(policy.adapter for policy in policies))
+        owner = torch.tensor([[p.adapter == name for name in names] for p in policies], device=self.device)             # (B, adapters)
         def add(A: Tensor, B: Tensor, mine: Tensor) -> Callable:
             return lambda layer, x, y: (y + mine * (x[0].to(A.dtype) @ A.T) @ B.T).to(y.dtype)
 
@@ -310,7 +311,7 @@ class Policy:
                 if isinstance(layer, LoraLayer):
                     A = torch.cat([layer.lora_A[name].weight for name in names])                                    # (Σr, in)
                     B = torch.cat([layer.lora_B[name].weight * layer.scaling[name] for name in names], 1)           # (out, Σr)
-                    mine = torch.tensor([[p.adapter == name for name in names for _ in range(layer.r[name])] for p in policies])
+                    mine = torch.cat([owner[:, [i]].expand(-1, layer.r[name]) for i, name in enumerate(names)], 1)  # (B, Σr)
                     hooks.append(layer.register_forward_hook(add(A, B, mine[:, None].to(A))))                       # (B, 1, Σr)
             with self.model.disable_adapter():
                 yield

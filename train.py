@@ -237,7 +237,7 @@ def check_sharing(sharing: str, agents: tuple[str, ...]) -> None:
     """Raise ValueError unless sharing is a word or a map of exactly the roles."""
     if sharing in ("shared", "per-role"):
         return
-    roles = {agent.rstrip("0123456789") for agent in agents}
+    roles = set(roles_of(agents))
     pairs = [pair.partition("=")[::2] for pair in sharing.split(",")]
     good = all(re.fullmatch(r"[A-Za-z][\w-]*", name) for _, name in pairs)
     if sorted(role for role, _ in pairs) != sorted(roles) or not good:

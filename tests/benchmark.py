@@ -26,7 +26,7 @@ import torch
 from envs import Reward
 from mas_rl import (Completion, Sample, generate, load_policies, parallel_rollout, train_step, tree_rollout,
                     word_tokenizer)
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_speed import Large
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 K, T = 8, 64
@@ -227,21 +227,6 @@ def scaling(repeats: int) -> dict[str, float]:
     return {"CPU time per token, 64 envs / 8 envs": times["64"].over(times["8"]) * 8 / 64}
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the shapes of the largest tensors that appear whose last axis is the vocabulary."""
-
-    def __init__(self, vocabulary: int):
-        super().__init__()
-        self.vocabulary, self.shapes = vocabulary, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.shape[-1:] == (self.vocabulary,) and x.ndim == 3:
-                self.shapes.add(tuple(x.shape))
-        return out
-
-
 def memory(length: int) -> dict[str, float]:
     """Peak memory of an update: vocabulary 152,000, 8 rows of 512 completion tokens. Run in a process of its own."""
     rows, new, vocabulary = 8, 512, 152_000
@@ -252,10 +237,10 @@ def memory(length: int) -> dict[str, float]:
     result = {}
     for name, prompts in (("8 prompts", list(range(8))), ("one prompt", [0] * 8)):
         samples, before = batch(prompts), reset_peak()
-        with Largest(vocabulary) as seen:
+        with Large(vocabulary, rows * new) as large:
             policy.update(samples)
         result[name] = peak() - before
-        assert seen.shapes and all(b * t <= rows * new for b, t, _ in seen.shapes), seen.shapes
+        assert 0 < large.most <= rows * new, large.most
     return result
 
 
