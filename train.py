@@ -446,6 +446,14 @@ def join_processes(device: str) -> str:
     return device
 
 
+def leave_processes() -> None:
+    """End the work of several processes."""
+    import torch
+
+    time.sleep(0.1)     # torch 2.6: a gloo thread may still be freeing the last tensor, for which it needs Python's lock;
+    torch.distributed.destroy_process_group()       # this call waits for that thread, and keeps the lock
+
+
 def load_base(args: argparse.Namespace, name: str, device: str) -> tuple:
     """(model, tokenizer) on a device."""
     import torch
@@ -745,8 +753,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             (score if args.evaluate else train)(args)
             if PROCESSES > 1:
-                import torch
-                torch.distributed.destroy_process_group()
+                leave_processes()
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train
 from mas_rl import Scripted, blank_metrics, evaluate, train_step, world
 from test_policy import make, randomise, weights
 from test_rollouts import fresh
@@ -54,7 +55,7 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     results = {name: step(name, rank) for name in CASES} | {"play": play(rank)}
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
+    train.leave_processes()
 
 
 @pytest.fixture(scope="module")
