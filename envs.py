@@ -1633,6 +1633,7 @@ class Search(Env):
     agents, alone = ("verifier", "search", "answer"), "answer"
     penalty, tiny_turns = 0.01, 4
     tiny = {"max_new_tokens": 20}
+    recipe = {"lr": 2e-3, "steps": 1600}        # copying a fact out of a passage is learned late
 
     def __init__(self, problems: list[SearchProblem] | None = None, corpus: BM25 | None = None, **settings):
         super().__init__(**settings)

@@ -260,23 +260,37 @@ class Policy:
         return [[completions[i * n + k] for k in range(n)] for i in range(len(prompts))]
 
     def _sample(self, rows: "list[tuple[Policy, list[int]]]", temperature: float | None, top_p: float) -> list[Completion]:
-        """One call of Hugging Face's generate for (policy, prompt) rows, padded on the left."""
+        """Hugging Face's generate for (policy, prompt) rows, padded on the left.
+
+        It stops when half of the rows have ended, and goes on from where it was with the others alone."""
         policies, prompts = zip(*rows)
-        input_ids, attention_mask = self._pad(prompts, left=True)                       # (B, P), (B, P)
-        start = input_ids.shape[1]
-        # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
-        how = dict(do_sample=temperature != 0, max_new_tokens=max(p.max_new_tokens for p in policies), repetition_penalty=1.0)
-        if temperature != 0:
-            hot = torch.tensor([[temperature or p.temperature] for p in policies], device=self.device)  # (B, 1)
-            how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=LogitsProcessorList([lambda ids, scores: scores / hot]))
-        if any(p.stop or p.max_new_tokens < how["max_new_tokens"] for p in policies):
-            how["stopping_criteria"] = StoppingCriteriaList([lambda ids, scores: self._ended(policies, ids[:, start:])])
-        if start > 1 and self.shares_prompts:
-            name = "cache" if "cache" in self.forward_arguments else "past_key_values"      # transformers 5.24, 5.0
-            how[name] = self._prefilled(rows, name, how["max_new_tokens"])
-        with self._adapters(policies):
-            out = self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **how)        # (B, P+T)
-        return [policy._completion(prompt, row) for policy, prompt, row in zip(policies, prompts, out[:, start:].tolist())]
+        ids, mask = self._pad(prompts, left=True)                                       # (B, P), (B, P)
+        start, room = ids.shape[1], max(p.max_new_tokens for p in policies)
+        name = "cache" if "cache" in self.forward_arguments else "past_key_values"      # transformers 5.24, 5.0
+        cache = self._prefilled(rows, name, room) if start > 1 and self.shares_prompts else None
+        going, results = list(range(len(rows))), {}
+        while going:
+            policies = [rows[i][0] for i in going]
+            # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
+            how = dict(do_sample=temperature != 0, max_new_tokens=start + room - ids.shape[1], repetition_penalty=1.0)
+            if temperature != 0:
+                hot = torch.tensor([[temperature or p.temperature] for p in policies], device=self.device)      # (B, 1)
+                how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=LogitsProcessorList([lambda ids, scores: scores / hot]))
+            def stop(ids: Tensor, scores: Tensor) -> Tensor:                            # (B, P+t) -> (B,)
+                ended = self._ended(policies, ids[:, start:])
+                return ended | (2 * ended.sum() >= len(ended)) if cache else ended
+            with self._adapters(policies):
+                ids = self.model.generate(input_ids=ids, attention_mask=mask, stopping_criteria=StoppingCriteriaList([stop]),
+                                          **how, **{name: cache} if cache else {})      # (B, P+t)
+            ended = self._ended(policies, ids[:, start:])                               # (B,)
+            results |= {i: row for i, row, over in zip(going, ids[:, start:].tolist(), ended.tolist()) if over}
+            going = [i for i in going if i not in results]
+            if going:
+                rest = (~ended).nonzero().flatten()
+                ids, mask = ids[rest], torch.nn.functional.pad(mask[rest], (0, ids.shape[1] - mask.shape[1]), value=1)             # (b, P+t), (b, P+t)
+                for i, layer in enumerate(cache.layers):                                # one by one: each frees the one it replaces
+                    cache.layers[i] = RoomyLayer(layer, rest, start + room - ids.shape[1])
+        return [policy._completion(prompt, results[i]) for i, (policy, prompt) in enumerate(rows)]
 
     def _prefilled(self, rows: "list[tuple[Policy, list[int]]]", name: str, room: int) -> DynamicCache:
         """The keys and values of the rows' prompts without their last token; each different prompt is computed once."""
@@ -320,11 +334,15 @@ class Policy:
                 hook.remove()
 
     def _ended(self, policies: "Sequence[Policy]", new: Tensor) -> Tensor:
-        """Which rows have reached their own limit or hold a stop string. generate's own stop_strings fails on some tokenizers."""
-        def ended(policy: Policy, ids: list[int]) -> bool:
-            text = policy._text(ids) if policy.stop else ""
-            return len(ids) >= policy.max_new_tokens or any(stop in text for stop in policy.stop)
-        return torch.tensor([ended(policy, ids) for policy, ids in zip(policies, new.tolist())], device=new.device)     # (B,)
+        """Which rows hold a stop token or a stop string or have reached their own limit: (B, t) -> (B,).
+
+        generate's own stop_strings fails on some tokenizers."""
+        limits = new.new_tensor([p.max_new_tokens for p in policies])                                  # (B,)
+        ended = (new.shape[1] >= limits) | torch.isin(new, new.new_tensor(sorted(self.eos_ids))).any(1)  # (B,)
+        if any(p.stop for p in policies):
+            texts = [p._text(ids) if p.stop else "" for p, ids in zip(policies, new.tolist())]
+            ended |= torch.tensor([any(s in text for s in p.stop) for p, text in zip(policies, texts)], device=new.device)
+        return ended
 
     def _completion(self, prompt_ids: list[int], row: list[int]) -> Completion:
         """Cut a row after its first stop token; by position, as the padding behind it may be the same token."""

@@ -169,6 +169,30 @@ def test_the_cache_has_room_and_moves_nothing():
     assert torch.equal(keys[:, :, :3], k[[1, 0, 1]]) and keys[0, 0, 3:, 0].tolist() == [100, 101] and torch.equal(values, -keys)
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_batch_goes_on_without_the_rows_that_have_ended(shares, monkeypatch):
+    """Four rows end at 3 tokens, three at a stop token, one at 12: whenever half are gone the others go on alone, each with
+    its own adapter, limit and temperature, which is as good as greedy in the long rows and wild in the short ones."""
+    policies = make(max_new_tokens={"solver": 3, "verifier": 12}, temperature={"solver": 50.0, "verifier": 1e-6})
+    solver, verifier = randomise(policies["solver"]), randomise(policies["verifier"])
+    solver.shares_prompts = verifier.shares_prompts = shares
+    for p in verifier.parameters:
+        p.data *= -1.5
+    prompts = [PROMPTS[1], "one", "two sums", "three of four"]
+    alone = [verifier.generate([prompt], temperature=0)[0][0].ids for prompt in prompts]
+    stops = {alone[0][5], alone[2][3]}
+    solver.eos_ids = verifier.eos_ids = stops
+    solver.model.generation_config.eos_token_id = list(stops)
+    ends = [next((i + 1 for i, token in enumerate(ids) if token in stops), 12) for ids in alone]
+    assert ends == [6, 12, 4, 5]
+    calls, original = [], solver.model.generate
+    monkeypatch.setattr(solver.model, "generate", lambda **how: calls.append(tuple(how["input_ids"].shape)) or original(**how))
+    answers = generate([(policy, prompt) for prompt in prompts for policy in (solver, verifier)])
+    assert [group[0].ids for group in answers[1::2]] == [ids[:end] for ids, end in zip(alone, ends)]
+    assert all(1 <= len(group[0].ids) <= 3 for group in answers[::2])
+    assert calls == ([(8, 20), (4, 23), (2, 25), (1, 26)] if shares else [(8, 20)])      # the prompts take 20 tokens
+
+
 def test_sampled_scores_come_from_the_same_distribution_with_a_shared_cache(monkeypatch):
     policy = randomise(make(temperature=0.7)["solver"])
     scores, original = [], policy.model.generate
@@ -200,7 +224,7 @@ def test_agents_of_one_base_are_sampled_in_one_call(family, monkeypatch):
     assert apart[2] != apart[3]
     calls, original = [], solver.model.generate
     monkeypatch.setattr(solver.model, "generate", lambda **how: calls.append(len(how["input_ids"])) or original(**how))
-    assert generate(requests, 3, temperature=0) == apart and calls == [12]
+    assert generate(requests, 3, temperature=0) == apart and calls == [12, 6]       # the solver's six end first
     assert max(len(c.ids) for c in apart[0] + apart[2]) <= 8
     assert not any(m._forward_hooks or m._forward_pre_hooks for name, m in solver.model.named_modules() if name.endswith("_proj"))
 
