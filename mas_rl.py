@@ -287,7 +287,8 @@ class Policy:
             going = [i for i in going if i not in results]
             if going:
                 rest = (~ended).nonzero().flatten()
-                ids, mask = ids[rest], torch.nn.functional.pad(mask[rest], (0, ids.shape[1] - mask.shape[1]), value=1)             # (b, P+t), (b, P+t)
+                new = ids.shape[1] - mask.shape[1]
+                ids, mask = ids[rest], torch.nn.functional.pad(mask[rest], (0, new), value=1)   # (b, P+t), (b, P+t)
                 for i, layer in enumerate(cache.layers):                                # one by one: each frees the one it replaces
                     cache.layers[i] = RoomyLayer(layer, rest, start + room - ids.shape[1])
         return [policy._completion(prompt, results[i]) for i, (policy, prompt) in enumerate(rows)]
