@@ -266,31 +266,32 @@ class Policy:
         policies, prompts = zip(*rows)
         ids, mask = self._pad(prompts, left=True)                                       # (B, P), (B, P)
         start, room = ids.shape[1], max(p.max_new_tokens for p in policies)
-        name = "cache" if "cache" in self.forward_arguments else "past_key_values"      # transformers 5.24, 5.0
-        cache = self._prefilled(rows, name, room) if start > 1 and self.shares_prompts else None
-        going, results = list(range(len(rows))), {}
-        while going:
-            policies = [rows[i][0] for i in going]
-            # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
-            how = dict(do_sample=temperature != 0, max_new_tokens=start + room - ids.shape[1], repetition_penalty=1.0)
-            if temperature != 0:
-                hot = torch.tensor([[temperature or p.temperature] for p in policies], device=self.device)      # (B, 1)
-                how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=LogitsProcessorList([lambda ids, scores: scores / hot]))
-            def stop(ids: Tensor, scores: Tensor) -> Tensor:                            # (B, P+t) -> (B,)
-                ended = self._ended(policies, ids[:, start:])
-                return ended | (2 * ended.sum() >= len(ended)) if cache else ended
+        going, results, cache = torch.arange(len(rows), device=self.device), {}, None   # going: (b,), rows that have not ended
+        # What is scored is what was sampled: no top-k (transformers keeps 50 by default), no nucleus, no penalty.
+        how = dict(do_sample=temperature != 0, max_length=start + room, repetition_penalty=1.0)
+        if temperature != 0:
+            hot = torch.tensor([[temperature or p.temperature] for p in policies], device=self.device)          # (B, 1)
+            hotter = LogitsProcessorList([lambda ids, scores: scores / hot[going]])
+            how |= dict(temperature=1.0, top_p=top_p, top_k=0, logits_processor=hotter)
+        if start > 1 and self.shares_prompts:
+            name = "cache" if "cache" in self.forward_arguments else "past_key_values"      # transformers 5.24, 5.0
+            how[name] = cache = self._prefilled(rows, name, room)
+
+        def stop(ids: Tensor, scores: Tensor) -> Tensor:                                # (b, P+t) -> (b,)
+            ended = self._ended(policies, ids[:, start:])
+            return ended | (2 * ended.sum() >= len(ended)) if cache else ended
+
+        while len(going):
+            policies = [rows[i][0] for i in going.tolist()]
             with self._adapters(policies):
-                ids = self.model.generate(input_ids=ids, attention_mask=mask, stopping_criteria=StoppingCriteriaList([stop]),
-                                          **how, **{name: cache} if cache else {})      # (B, P+t)
-            ended = self._ended(policies, ids[:, start:])                               # (B,)
-            results |= {i: row for i, row, over in zip(going, ids[:, start:].tolist(), ended.tolist()) if over}
-            going = [i for i in going if i not in results]
-            if going:
-                rest = (~ended).nonzero().flatten()
-                new = ids.shape[1] - mask.shape[1]
-                ids, mask = ids[rest], torch.nn.functional.pad(mask[rest], (0, new), value=1)   # (b, P+t), (b, P+t)
-                for i, layer in enumerate(cache.layers):                                # one by one: each frees the one it replaces
-                    cache.layers[i] = RoomyLayer(layer, rest, start + room - ids.shape[1])
+                ids = self.model.generate(input_ids=ids, attention_mask=mask, stopping_criteria=StoppingCriteriaList([stop]), **how)
+            ended = self._ended(policies, ids[:, start:])                               # (b,), ids: (b, P+t)
+            results |= zip(going[ended].tolist(), ids[ended, start:].tolist())
+            rest = (~ended).nonzero().flatten()
+            new = ids.shape[1] - mask.shape[1]
+            going, ids, mask = going[rest], ids[rest], torch.nn.functional.pad(mask[rest], (0, new), value=1)
+            for i, layer in enumerate(cache.layers if cache else ()):                   # one by one: each frees the one it replaces
+                cache.layers[i] = RoomyLayer(layer, rest, start + room - ids.shape[1])
         return [policy._completion(prompt, results[i]) for i, (policy, prompt) in enumerate(rows)]
 
     def _prefilled(self, rows: "list[tuple[Policy, list[int]]]", name: str, room: int) -> DynamicCache:
